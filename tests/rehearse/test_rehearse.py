@@ -106,6 +106,25 @@ def test_script_that_is_right_is_passed_and_nothing_of_the_users_is_touched(fold
     assert "0 found" in shown
 
 
+SET = 'torch.manual_seed(0)\nNAMES = list({"ant", "bee", "cat", "dog", "eel", "fox", "gnu"})'
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", ["", "5"], ids=["none", "of the environment"])
+def test_training_by_the_order_of_a_set_is_found_unless_the_hash_seed_is_fixed(
+    folder: Path, seed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    text = SCRIPT.format(before=SET, tracked=OPTIMIZER, weight='(NAMES.index("ant") + 1.0)', behind="pass",
+                         commits=folder.parent / "real-commits")  # fmt: skip
+    (folder / "train.py").write_text(text)
+    done = play(folder, "--steps", "12", "--ranks", "2", "--kill", "all", seconds=300, cold=True)
+    kinds = [(one["kind"], "the order of a set" in one["text"]) for one in done.findings]
+    assert kinds == ([] if seed else [("chance", True)])
+
+
 @pytest.mark.long
 def test_script_whose_calm_runs_differ_can_be_judged_by_no_kill(folder: Path) -> None:
     draws = "import os\ntorch.manual_seed(0)\nnoise = int.from_bytes(os.urandom(2), 'big')"

@@ -70,6 +70,16 @@ def test_runs_that_are_alike_give_no_finding() -> None:
     assert find([CALM, played(AGAIN, 0), *map(played, REST)]) == []
 
 
+def test_order_of_sets_is_named_where_the_hash_seed_alone_parts_two_calm_runs_and_the_kills_are_judged() -> None:
+    other = change(played(AGAIN, 0), 3, tracked={"model": "x", "optimizer": "o"}, held={"lr": "0.1", "k.n": "9"})
+    lost = change(played(ALL), 9, held={"lr": "0.1", "k.n": "1"})
+    order, held = find([CALM, replace(other, alike=played(AGAIN, 0)), lost])
+    assert (order.kind, order.step, "order of a set" in order.text) == (Kind.CHANCE, 3, True)
+    assert (held.kind, held.names) == (Kind.HELD, ("k.n",))
+    assert "order of a set" not in only([CALM, replace(other, alike=other), lost]).text
+    assert "order of a set" not in only([CALM, replace(other, alike=replace(played(AGAIN, 0), code=1)), lost]).text
+
+
 def test_first_difference_of_what_is_tracked_is_named_with_the_values_that_came_before_it() -> None:
     run = change(played(RANK), 9, held={"lr": "0.1", "k.n": "1"})
     run = change(run, 11, held={"lr": "0.1", "k.n": "1"}, tracked={"model": "x", "optimizer": "o"})

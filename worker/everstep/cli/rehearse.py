@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -197,6 +198,8 @@ def _play(player: Player, first: Scenario, rest: Callable[[Played], list[Scenari
         def play(scenario: Scenario) -> Played:
             task = bar.add_task(scenario.title, total=scenario.steps)
             run = player.play(scenario, lambda done: bar.update(task, completed=done))
+            if runs and compare.differs_by_chance(runs[0], run):
+                run = replace(run, alike=player.play_alike(scenario, lambda done: bar.update(task, completed=done)))
             bar.update(task, completed=run.last)
             return run
 

@@ -33,6 +33,8 @@ RESTARTS = 8  # of the agent where something is killed: more than the losses of 
 COPIED_BYTES, COPIED_FILES = 64 * 2**20, 2000  # of the script's folder
 LEFT_OUT = {"__pycache__", "node_modules", "venv"}
 MOST_CODE = 100  # characters of a line of the script
+HASH_SEED = "PYTHONHASHSEED"  # decides the order of a set of texts
+FIRST_SEED, OTHER_SEED = 1, 2
 END_SECONDS = 10.0
 MAKES_STEPS = 0.25  # of the limit: since then a run that is slow and does not stand still has completed a step
 WAIT = 0.2  # of the limit: so long a process waits for a save at most
@@ -76,6 +78,7 @@ class Played:
     commits: tuple[int, ...] = ()  # of how many steps, in a loop whose processes can go on in another size
     heaps: begun_anew.Heaps = field(default_factory=dict)  # of rank 0
     live: record.Steps = field(default_factory=dict)  # behind the change of size in which processes went on
+    alike: Played | None = None  # the same again, with the hash seed of the first calm run
 
     @property
     def proves_nothing(self) -> bool:
@@ -121,11 +124,14 @@ class Player:
         self._environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         # The agent looks for slow imports in the program that it starts, and that is `entry.py`.
         self._modules = (*MODULES.split(","), *preloaded(command[0]))
-        self._agents = Agents(self._modules, self._environ, folder / "imports.log")
+        self._agents = self._agents_of(FIRST_SEED)
+        self._others: Agents | None = None  # which begin with another hash seed
 
     def close(self) -> None:
         """End what runs."""
         self._agents.close()
+        if self._others is not None:
+            self._others.close()
 
     def stop(self) -> None:
         """End the runs in progress, whichever threads play them, and begin no other one."""
@@ -134,12 +140,27 @@ class Player:
     def play(self, scenario: Scenario, progress: Callable[[int], None]) -> Played:
         """Raises `OSError`, and `Stopped` behind `stop`. `progress` is told how many steps are complete, about four
         times a second. A run that was too slow is repeated once; so are one that lost something else than it
-        should, and a second calm run that fails."""
+        should, and a second calm run that fails. The second calm run has a hash seed of its own, so that the order of
+        sets is another, as in each process that begins anew; unless PYTHONHASHSEED is set."""
+        if scenario.name == AGAIN and self._others is None and HASH_SEED not in os.environ:
+            self._others = self._agents_of(OTHER_SEED)
         run = self._play(scenario, scenario.name, progress)
         fails = scenario.name == AGAIN and run.code != 0 and not run.refused
         if scenario.name != CALM and (run.slow or run.otherwise or fails):
             run = replace(self._play(scenario, f"{scenario.name}-repeated", progress), first=run)
         return run
+
+    def play_alike(self, scenario: Scenario, progress: Callable[[int], None]) -> Played | None:
+        """The second calm run with the hash seed of the first; None where it had that."""
+        if self._others is None:
+            return None
+        self._others.close()
+        self._others = None
+        return self._play(scenario, f"{scenario.name}-alike", progress)
+
+    def _agents_of(self, seed: int) -> Agents:
+        environ = {HASH_SEED: str(seed), **self._environ}
+        return Agents(self._modules, environ, self._folder / "imports.log")
 
     def _play(self, scenario: Scenario, name: str, progress: Callable[[int], None]) -> Played:
         place = self._folder / name
@@ -165,7 +186,8 @@ class Player:
                 "same_commits": scenario.name == CALM or scenario.change is not None,
             }  # fmt: skip
             restarts = RESTARTS if scenario.kills else 0
-            ended, hung, slow = self._run(ranks, restarts, settings, where, place, errors, progress)
+            agents = self._others if scenario.name == AGAIN and self._others is not None else self._agents
+            ended, hung, slow = self._run(agents, ranks, restarts, settings, where, place, errors, progress)
             code, repeated = code or ended, repeated or errors.pop()
             # What a start with this size does is compared with the other run, also where processes did not go on.
             if hung or not (last or _killed(place) or change is not None):
@@ -193,7 +215,7 @@ class Player:
         )  # fmt: skip
 
     def _run(
-        self, ranks: int, restarts: int, settings: dict[str, Any], where: Path | None,
+        self, agents: Agents, ranks: int, restarts: int, settings: dict[str, Any], where: Path | None,
         place: Path, errors: RepeatedErrors, progress: Callable[[int], None],
     ) -> tuple[int, bool, bool]:  # fmt: skip
         """The exit code; whether it did not end in time; and whether that was because it was slow."""
@@ -218,7 +240,7 @@ class Player:
         if self._stopped.is_set():
             raise Stopped
         command = [*flags, str(ENTRY), script, *arguments]
-        agent = self._agents.start(command, environ, place / "log", where or Path.cwd())
+        agent = agents.start(command, environ, place / "log", where or Path.cwd())
         change = settings["change"]
         living = change["size"] if change is not None else ranks
         rounds = RoundsLoss(place, agent.pid)
