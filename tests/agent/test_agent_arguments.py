@@ -51,6 +51,13 @@ def test_restarts_that_an_operator_leaves_to_this_agent_are_not_those_that_it_le
     assert read(["--max-restarts=3", "t.py"], environ).max_restarts == 3
 
 
+def test_processes_of_a_pod_have_its_grace_period_to_save_and_not_torchruns_30_seconds() -> None:
+    in_pod = {"EVERSTEP_GRACE_SECONDS": "240"}
+    assert (read(["t.py"], in_pod).shutdown_seconds, read(["t.py"], in_pod).grace_seconds) == (204, 204)
+    assert read(["--shutdown-timeout=9", "t.py"], in_pod).shutdown_seconds == 9
+    assert read(["t.py"], {}).shutdown_seconds == 30
+
+
 def test_what_comes_after_the_script_is_the_scripts() -> None:
     found = read(["--nproc_per_node", "3", "train.py", "--nnodes", "9", "-m"], {})
     assert found.program.arguments == ("--nnodes", "9", "-m")

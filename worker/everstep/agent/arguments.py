@@ -129,7 +129,9 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     value("--master-port", text="for torch's static rendezvous")
     value("--local-addr", text="address of this machine for the others")
     value("--signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", text="signals that are passed on")
-    value("--shutdown-timeout", default="30", text="seconds between the signal and SIGKILL")
+    # In a pod, what its grace period leaves: a save may need it.
+    shutdown = f"{_grace(environ):g}" if env.GRACE_SECONDS in environ else "30"
+    value("--shutdown-timeout", default=shutdown, text="seconds between the signal and SIGKILL")
     switch("--virtual-local-rank", text="LOCAL_RANK is 0 everywhere, and each process sees its own device only")
     for name, default in (("--monitor-interval", "0.1"), ("--start-method", "spawn")):
         value(name, default=default, text="taken for torchrun's sake, without meaning here")
@@ -179,7 +181,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
         preload=_preload(a, environ),
         recovery_seconds=_number(env.RECOVERY_SECONDS, environ.get(env.RECOVERY_SECONDS, "300")),
         hang_seconds=_number(env.HANG_SECONDS, environ.get(env.HANG_SECONDS, "60")),
-        grace_seconds=GRACE_SHARE * max(1.0, _number(env.GRACE_SECONDS, environ.get(env.GRACE_SECONDS, "30"))),
+        grace_seconds=_grace(environ),
         hang_factor=_number(env.HANG_FACTOR, environ.get(env.HANG_FACTOR, f"{FACTOR:g}")),
         numa=_numa(a.numa_binding),
         unused=_unused(a, environ),
@@ -187,6 +189,11 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
     if arguments.ours:
         _refuse(a)
     return arguments
+
+
+def _grace(environ: Mapping[str, str]) -> float:
+    """The processes' part of the grace period."""
+    return GRACE_SHARE * max(1.0, _number(env.GRACE_SECONDS, environ.get(env.GRACE_SECONDS, "30")))
 
 
 def _preload(a: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, ...]:
