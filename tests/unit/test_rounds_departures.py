@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from everstep.contract.document import Document, Loss, Member, Seat, Sizes
+from everstep.contract.document import Document, Loss, Member, Seat, Setback, Sizes
 from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.departures import Departures
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def document(round_: int, members: str, *, joining: str = "", gone: str = "", done: str = "") -> Document:
+def document(
+    round_: int, members: str, *, joining: str = "", gone: str = "", done: str = "", history: tuple[Setback, ...] = ()
+) -> Document:
     """Agents are letters, and worker 0 is a; a capital is that worker's next incarnation."""
     seats = {agent.lower(): agent for agent in "abc" + members + joining}
     return Document(
@@ -21,6 +23,7 @@ def document(round_: int, members: str, *, joining: str = "", gone: str = "", do
         joining=tuple(map(member, joining)),
         gone=tuple(Loss(agent, "killed") for agent in gone),
         done=tuple(done),
+        history=history,
         seats=tuple(Seat(member(agent).index, agent, member(agent).incarnation) for agent in seats.values()),
     )
 
@@ -76,3 +79,18 @@ def test_document_that_is_lost_tells_nothing() -> None:
     departures.see(document(1, "ab"), document(2, "a"), START)
     departures.see(document(2, "a"), None, START)
     assert departures.added_to(RoundView(2)).left == ()
+
+
+def test_new_leader_reads_in_the_document_who_has_left_and_knows_no_time() -> None:
+    lost = document(2, "ac", history=(Setback(1, "b", "killed", False),))
+    assert (seen(lost).left, seen(lost).left_at) == (((1, 0),), None)
+    fresh = seen(lost, document(2, "ac", gone="c", history=lost.history))
+    assert (fresh.left, fresh.left_at) == (((1, 0), (2, 0)), START + timedelta(seconds=1))
+
+
+def test_new_leader_takes_nobody_for_lost_who_is_here_was_replaced_or_was_in_no_round() -> None:
+    history = (Setback(1, "b", "its process was killed", False), Setback(0, "c", "it fails", True))
+    assert seen(document(2, "ab", history=history)).left == ()
+    assert seen(document(2, "a", joining="b", history=history)).left == ()
+    assert seen(document(2, "a", joining="B", history=history)).left == ()
+    assert seen(document(2, "a", done="b", gone="b", history=history)).left == ()

@@ -637,7 +637,7 @@ async def test_view_of_a_job_that_is_not_known_yet_is_read_and_announced() -> No
     assert new.view(stage.job) is None
     await stage.clock.advance(0.1)
     assert told[-1] == stage.job
-    assert new.view(stage.job) == RoundView(1, ((0, 0), (1, 0)), gone=(1,))
+    assert new.view(stage.job) == RoundView(1, ((0, 0), (1, 0)), gone=(1,), left=((1, 0),))
 
 
 async def test_watch_ends_when_the_leadership_does() -> None:

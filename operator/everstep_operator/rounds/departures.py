@@ -1,7 +1,8 @@
 """Remembers which members have left a job's rounds and not come back.
 
 The agents may be in their next round before the operator sees that a pod has died. Then the round no longer shows who
-trained, and a lost member would look like a lost spare. In this leader's memory only: a new leader begins empty.
+trained, and a lost member would look like a lost spare. A new leader begins with those that the document remembers, and
+does not know when they left.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Departures:
         here = {member.agent for member in (*now.remaining(), *now.joining)}
         # An agent that was replaced never comes back.
         seated = {seat.agent for seat in now.seats}
-        left = {agent: worker for agent, worker in self._left.items() if agent not in here and agent in seated}
+        known = self._left if before is not None else _remembered(now)
+        left = {agent: worker for agent, worker in known.items() if agent not in here and agent in seated}
         if before is not None:
             trained = {member.agent: (member.index, member.incarnation) for member in before.remaining()}
             fresh = {agent: worker for agent, worker in trained.items() if agent not in here and agent not in now.done}
@@ -41,3 +43,9 @@ class Departures:
         if not self._left:
             return view
         return replace(view, left=tuple(sorted(self._left.values())), left_at=self._at)
+
+
+def _remembered(document: Document) -> dict[str, tuple[int, int]]:
+    """The agents that have set back a round of which they were members. Those of round 0 were in none."""
+    agents = {setback.agent for setback in document.history if setback.round > 0}.difference(document.done)
+    return {seat.agent: (seat.index, seat.incarnation) for seat in document.seats if seat.agent in agents}
