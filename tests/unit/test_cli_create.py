@@ -82,6 +82,7 @@ def _other(tmp_path: Path) -> str:
     ("arguments", "problem"),
     [
         (["none.py"], "none.py: there is no such file"),
+        (["--spares", "1"], "--spares 1 needs --elastic MIN:MAX"),
         (["--elastic", "3"], "--elastic 3: give the fewest and the most pods, as in 2:4"),
         (["--elastic", "3:4"], "--elastic 3:4: --workers 2 has to be from the fewest to the most"),
         (["--elastic", "0:4"], "1 at least"),

@@ -201,17 +201,29 @@ def test_scripts_and_files_have_bounds_and_names(tmp_path: Path) -> None:
 
 
 ASKED: dict[str, Any] = {
-    "local": False, "name": "train", "image": "i:1", "workers": 2, "elastic": None, "env": {}, "resources": {},
-    "checkpoint": None, "secret": None,
+    "local": False, "name": "train", "image": "i:1", "workers": 2, "elastic": None, "spares": 0, "env": {},
+    "resources": {}, "checkpoint": None, "secret": None,
 }  # fmt: skip
 
 
 def test_the_job_is_that_of_init_but_for_its_files(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     program = programs.of(tmp_path / "train.py", None, ["--a", "b"], ())
-    asked = {**ASKED, "elastic": (1, 4), "resources": {"cpu": 1, "memory": "2Gi", "gpu": 4}}
+    asked = {**ASKED, "elastic": (1, 4), "spares": 2, "resources": {"cpu": 1, "memory": "2Gi", "gpu": 4}}
     job, config_map = build(program, **{**asked, "checkpoint": "s3://b/train", "secret": "s3-credentials"})
-    options = ["--print", "--image", "i:1", "--elastic", "1:4", "--gpus", "4", "--checkpoint", "s3://b/train"]
+    options = [
+        "--print",
+        "--image",
+        "i:1",
+        "--elastic",
+        "1:4",
+        "--spares",
+        "2",
+        "--gpus",
+        "4",
+        "--checkpoint",
+        "s3://b/train",
+    ]
     made = CliRunner().invoke(create.app, [str(tmp_path / "train.py"), *options, "--", "--a", "b"])
     expected = yaml.safe_load(made.output)
     (own,), (its,) = (each["spec"]["template"]["spec"].pop("containers") for each in (job, expected))
@@ -234,6 +246,8 @@ def test_the_job_is_that_of_init_but_for_its_files(tmp_path: Path) -> None:
         ({"name": "Train"}, "name='Train': not a name of at most 48 lower-case letters"),
         ({"workers": 0}, "workers=0: the number of pods, at least 1"),
         ({"workers": True}, "workers=True: the number of pods"),
+        ({"spares": 1}, r"spares=1 needs elastic=\(FEWEST, MOST\)"),
+        ({"spares": -1, "elastic": (2, 2)}, "spares=-1: how many workers wait"),
         ({"elastic": 4}, "elastic=4: the fewest and the most workers"),
         ({"elastic": (3, 4)}, r"elastic=\(3, 4\): workers=2 has to be from the fewest to the most"),
         ({"env": {"A B": 1}}, "env: 'A B' is no name of a variable"),

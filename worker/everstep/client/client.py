@@ -74,6 +74,7 @@ class TrainingClient:
         image: str = IMAGE,
         workers: int = 1,
         elastic: tuple[int, int] | None = None,
+        spares: int = 0,
         env: Mapping[str, Any] | None = None,
         resources: Mapping[str, Any] | None = None,
         checkpoint: str | None = None,
@@ -83,13 +84,13 @@ class TrainingClient:
         that the job keeps; all else has to be in `image`.
 
         `args`: a script's words; of a function a mapping, or a list, of literals. `name`: absent, one of its own is
-        made. `elastic`: the fewest and the most workers. `resources` of a worker: cpu, memory, gpu, or names with a
-        slash. `checkpoint`: URL for commits; a local run has a folder of its own without it. `secret`: name of the
-        Secret with the store's account."""
+        made. `elastic`: the fewest and the most workers; `spares`: how many more wait for the place of a lost one.
+        `resources` of a worker: cpu, memory, gpu, or names with a slash. `checkpoint`: URL for commits; a local run has
+        a folder of its own without it. `secret`: name of the Secret with the store's account."""
         made = program.of(script, function, args, files)
         job, config_map = manifest.build(
-            made, local=self._runs is not None, name=name, image=image, workers=workers, elastic=elastic, env=env or {},
-            resources=resources or {}, checkpoint=checkpoint, secret=secret,
+            made, local=self._runs is not None, name=name, image=image, workers=workers, elastic=elastic, spares=spares,
+            env=env or {}, resources=resources or {}, checkpoint=checkpoint, secret=secret,
         )  # fmt: skip
         with translated():
             if self._runs is not None:

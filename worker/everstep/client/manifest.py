@@ -27,6 +27,7 @@ def build(
     image: str,
     workers: int,
     elastic: tuple[int, int] | None,
+    spares: int,
     env: Mapping[str, Any],
     resources: Mapping[str, Any],
     checkpoint: str | None,
@@ -59,6 +60,8 @@ def build(
     if elastic is not None:
         fewest, most = _bounds(elastic, workers)
         spec["elastic"] = {"minReplicas": fewest, "maxReplicas": most}
+    if spares != 0:
+        spec["elastic"] = {**_elastic_of(spares, spec.get("elastic")), "spares": spares}
     if any(int(count) > 1 for count in gpus.values()):
         spec["processesPerReplica"] = "auto"  # one for each GPU
     if checkpoint is not None or local:
@@ -83,6 +86,15 @@ def _workers(workers: Any) -> int:
     if type(workers) is not int or workers < 1:
         raise InvalidRequest(f"workers={workers!r}: the number of pods, at least 1")
     return workers
+
+
+def _elastic_of(spares: Any, elastic: dict[str, Any] | None) -> dict[str, Any]:
+    """The bounds that a job with spares needs."""
+    if type(spares) is not int or spares < 0:
+        raise InvalidRequest(f"spares={spares!r}: how many workers wait for the place of a lost one, at least 0")
+    if elastic is None:
+        raise InvalidRequest(f"spares={spares} needs elastic=(FEWEST, MOST): both may be the number of workers")
+    return elastic
 
 
 def _bounds(elastic: Any, workers: int) -> tuple[int, int]:

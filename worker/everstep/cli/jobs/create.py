@@ -31,6 +31,7 @@ def init(
     name: Annotated[str | None, typer.Option(help="The job's name, instead of the script's.")] = None,
     workers: Annotated[int, typer.Option(min=1, max=4096, help="Pods.")] = 2,
     elastic: Annotated[str | None, typer.Option(metavar="MIN:MAX", help="Fewest and most pods.")] = None,
+    spares: Annotated[int, typer.Option(min=0, max=64, help="Pods that wait for the place of a lost one.")] = 0,
     gpus: Annotated[int, typer.Option(min=0, max=64, help="GPUs of a pod, with a process for each.")] = 0,
     checkpoint: Annotated[str | None, typer.Option(help="URL for commits, instead of s3://BUCKET/NAME.")] = None,
     secret: Annotated[str, typer.Option(help="The Secret with the store's account; '' for none.")] = "s3-credentials",
@@ -40,11 +41,13 @@ def init(
     if not script.is_file():
         raise JobError(f"{script}: there is no such file")
     bounds = _bounds(elastic, workers)
+    if spares and bounds is None:
+        raise JobError(f"--spares {spares} needs --elastic MIN:MAX: both may be the number of workers")
     job = name or names.cut(script.stem)
     if not names.valid(job):
         raise JobError(f"{job!r} is no {names.RULE}: --name gives another")
     url = checkpoint if checkpoint is not None else f"s3://BUCKET/{job}"
-    text = _job(job, image, [script.name, *(arguments or [])], workers, bounds, gpus, url, secret)
+    text = _job(job, image, [script.name, *(arguments or [])], workers, bounds, spares, gpus, url, secret)
     if show:
         say(text, end="")
         return
@@ -85,6 +88,7 @@ def _job(
     command: list[str],
     workers: int,
     bounds: tuple[int, int] | None,
+    spares: int,
     gpus: int,
     url: str,
     secret: str,
@@ -99,7 +103,8 @@ def _job(
         f"  replicas: {workers}",
     ]
     if bounds is not None:
-        lines += [f"  elastic: {{minReplicas: {bounds[0]}, maxReplicas: {bounds[1]}}}"]
+        more = f", spares: {spares}" if spares else ""
+        lines += [f"  elastic: {{minReplicas: {bounds[0]}, maxReplicas: {bounds[1]}{more}}}"]
     if gpus > 1:
         lines += ["  processesPerReplica: auto  # one for each GPU"]
     lines += ["  rendezvous: {backend: everstep}", "  checkpoint:", f"    url: {_quoted(url)}", "    keep: 3"]
