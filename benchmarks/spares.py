@@ -39,13 +39,15 @@ T = TypeVar("T")
 class Run:
     """A job of `everstep run`, and the lines of its processes: pid, rank, world, step, checksum, time."""
 
-    def __init__(self, folder: Path, workers: int, spares: int) -> None:
+    def __init__(self, folder: Path, workers: int, spares: int, *, fixed: bool = False) -> None:
         self.folder, self.workers, self.spares = folder, workers, spares
+        self.name = f"{folder.name}-{spares}".lower().replace("_", "-")
+        sizes = ["--elastic", f"{workers if fixed else 1}:{workers}", "--spares", str(spares)]
         self.steps = folder / "steps"
         self.steps.mkdir(parents=True)
         command = [
-            sys.executable, "-m", "everstep.cli.main", "run", str(SCRIPT), "--plain", "--name", f"spares-{spares}",
-            "--workers", str(workers), "--elastic", f"1:{workers}", "--spares", str(spares),
+            sys.executable, "-m", "everstep.cli.main", "run", str(SCRIPT), "--plain", "--name", self.name,
+            "--workers", str(workers), *sizes,
             "--out", str(folder / "out"), "--", str(self.steps), "--session",
         ]  # fmt: skip
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -81,14 +83,15 @@ class Run:
 
     def waiting(self) -> bool:
         """Whether all spares wait, by the status that the run keeps."""
-        return self.spares == 0 or self.status().get("spares", {}).get("ready") == self.spares
+        return self.spares == 0 or self.view().get("raw_status", {}).get("spares", {}).get("ready") == self.spares
 
-    def status(self) -> Any:
+    def view(self) -> Any:
+        """What `everstep status` says; empty while the run does not answer."""
         told = subprocess.run(
-            [sys.executable, "-m", "everstep.cli.main", "status", f"spares-{self.spares}", "-o", "json"],
+            [sys.executable, "-m", "everstep.cli.main", "status", self.name, "-o", "json"],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-        return json.loads(told.stdout)["raw_status"] if told.returncode == 0 else {}
+        return json.loads(told.stdout) if told.returncode == 0 else {}
 
     def until(self, true: Callable[[], T], what: str) -> T:
         deadline = time.monotonic() + LIMIT

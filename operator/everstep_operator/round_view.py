@@ -34,6 +34,7 @@ class RoundView:
     joining: tuple[int, ...] = ()  # indices that wait for the next
     closed: str | None = None  # why there will be no further round
     finished: bool = False  # closed because the processes of all members have succeeded
+    keeps: bool = False  # processes keep their memory from round to round
     sizes: Sizes | None = None  # that the operator set; None: agents keep those that they were started with
     # As far as this leader has seen: (index, incarnation) of members of earlier rounds that have not come back since,
     # and when the newest of them left.

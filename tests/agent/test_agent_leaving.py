@@ -14,6 +14,7 @@ from everstep.agent.decide.stopping import advice
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT, Setback
 from everstep.membership import commands as c
+from everstep.membership.draining import Staying
 from everstep.membership.world_state import Broken, Finishing, Left, Stopping
 from support.agent.play import KILL, Play, keeping, kinds, plain, round_of
 
@@ -28,7 +29,7 @@ def noticed(play: Play, count: int = 1) -> dict[Purpose, e.Timer]:
     """It is asked to stop, and the store says that enough would stay."""
     told = play.take(e.StopRequested(TERM, enough=True))
     assert told[0] == c.Stop("a")
-    return timers((*told, *play.take(e.Changed(1, Stopping(count, True)))))
+    return timers((*told, *play.take(e.Changed(1, Stopping(count, Staying.ENOUGH)))))
 
 
 def test_who_is_asked_to_stop_trains_on_until_nobody_else_was_asked_for_a_second_and_leaves() -> None:
@@ -45,7 +46,7 @@ def test_who_is_asked_to_stop_trains_on_until_nobody_else_was_asked_for_a_second
 def test_others_that_are_asked_meanwhile_are_waited_for() -> None:
     play = keeping()
     told = noticed(play)
-    assert play.take(e.Changed(1, Stopping(2, True))) == ()
+    assert play.take(e.Changed(1, Stopping(2, Staying.ENOUGH))) == ()
     (again,) = play.take(e.Elapsed(told[Purpose.QUIET]))
     assert isinstance(again, e.Timer)
     assert play.take(e.Elapsed(again)) == (c.Drain("a", 1),)
@@ -54,9 +55,62 @@ def test_others_that_are_asked_meanwhile_are_waited_for() -> None:
 def test_when_too_few_would_stay_all_are_asked_to_save_at_once() -> None:
     play = keeping()
     noticed(play)
-    assert play.take(e.Changed(1, Stopping(2, False)))[0] == e.Signal((0,), TERM)
+    assert play.take(e.Changed(1, Stopping(2, Staying.FEW)))[0] == e.Signal((0,), TERM)
     (finish,) = play.exits(0, exit_codes.PREEMPTED)
     assert finish.code == exit_codes.PREEMPTED
+
+
+def test_where_a_replacement_may_come_it_trains_on_until_one_waits_and_leaves() -> None:
+    for others in (Staying.FEW, Staying.ENOUGH):
+        play = keeping(grace_seconds=30)
+        play.take(e.StopRequested(TERM, enough=True))
+        told = timers(play.take(e.Changed(1, Stopping(1, others, replaced=True))))
+        assert play.take(e.Elapsed(told[Purpose.QUIET])) == ()
+        assert play.take(e.Changed(1, Stopping(1, Staying.ALL, replaced=True))) == (c.Drain("a", 1),)
+        assert play.take(e.Changed(1, Left())) == (e.Drained((0,)),)
+
+
+def test_a_replacement_that_waits_already_shortens_no_wait_for_others_that_are_asked() -> None:
+    play = keeping()
+    play.take(e.StopRequested(TERM, enough=True))
+    told = timers(play.take(e.Changed(1, Stopping(1, Staying.ALL, replaced=True))))
+    assert play.take(e.Changed(1, Stopping(2, Staying.FEW, replaced=True))) == ()
+    again = timers(play.take(e.Elapsed(told[Purpose.QUIET])))
+    assert play.take(e.Elapsed(again[Purpose.QUIET])) == ()
+    # A third one is asked: whoever is asked with it is waited for again.
+    third = timers(play.take(e.Changed(1, Stopping(3, Staying.ALL, replaced=True))))
+    assert play.take(e.Elapsed(third[Purpose.QUIET])) == (c.Drain("a", 1),)
+
+
+@pytest.mark.parametrize(
+    ("others", "then"), [(Staying.ENOUGH, c.Drain("a", 1)), (Staying.FEW, e.Signal((0,), TERM))], ids=str
+)
+def test_a_replacement_that_does_not_come_in_a_third_of_its_time_is_waited_for_no_longer(
+    others: Staying, then: Any
+) -> None:
+    play = keeping(grace_seconds=30)
+    told = timers(play.take(e.StopRequested(TERM, enough=True)))
+    told |= timers(play.take(e.Changed(1, Stopping(1, others, replaced=True))))
+    play.take(e.Elapsed(told[Purpose.QUIET]))
+    late = play.take(e.Elapsed(told[Purpose.NOTICE]))
+    assert late[0] == then
+    if others is Staying.ENOUGH:  # and a store that does not let it leave is waited for as long
+        (last,) = timers(late).values()
+        assert last.seconds == 10
+        assert play.take(e.Elapsed(last))[0] == e.Signal((0,), TERM)
+
+
+def test_all_that_are_asked_save_together_whoever_waits_for_their_places() -> None:
+    play = keeping()
+    play.take(e.StopRequested(TERM, enough=True))
+    assert play.take(e.Changed(1, Stopping(1, Staying.NOBODY, replaced=True)))[0] == e.Signal((0,), TERM)
+
+
+def test_processes_without_memory_wait_for_no_replacement() -> None:
+    play = plain()
+    play.take(e.StopRequested(TERM, enough=True))
+    told = timers(play.take(e.Changed(1, Stopping(1, Staying.ENOUGH, replaced=True))))
+    assert play.take(e.Elapsed(told[Purpose.QUIET]))[0] == e.Signal((0, 1), TERM)
 
 
 def test_where_the_others_are_known_to_be_too_few_the_signal_is_passed_on_at_once() -> None:
@@ -80,7 +134,7 @@ def test_ctrl_c_asks_processes_of_the_session_to_save_as_sigterm_does() -> None:
 def test_ctrl_c_at_one_agent_of_several_lets_the_others_train_on() -> None:
     play = keeping()
     assert c.Stop("a") in play.take(e.StopRequested(INT, enough=True))
-    play.take(e.Changed(1, Stopping(1, True)))
+    play.take(e.Changed(1, Stopping(1, Staying.ENOUGH)))
     assert timers(play.take(e.Changed(1, Left()))) == {}
     (finish,) = play.exits(0, exit_codes.PREEMPTED)
     assert finish.code == exit_codes.PREEMPTED
@@ -184,7 +238,7 @@ def test_a_round_that_ends_before_it_has_left_is_followed_by_the_next_and_decide
     assert play.take(e.Elapsed(told[Purpose.QUIET])) == ()
     play.form(2, "a", "b")
     play.take(e.Trains(0, play.pid(), 2, 6))
-    (quiet,) = play.take(e.Changed(2, Stopping(1, True)))
+    (quiet,) = play.take(e.Changed(2, Stopping(1, Staying.ENOUGH)))
     assert isinstance(quiet, e.Timer)
     assert play.take(e.Elapsed(quiet)) == (c.Drain("a", 2),)
 
@@ -194,7 +248,7 @@ def test_who_is_asked_with_all_others_in_a_round_that_ends_meets_them_again_to_s
     noticed(play)
     play.take(e.Changed(1, Broken("c is gone")))
     assert e.Announce((0,), round_of(2, "a", "b"), False) in play.form(2, "a", "b")
-    assert play.take(e.Changed(2, Stopping(2, False)))[0] == e.Signal((0,), TERM)
+    assert play.take(e.Changed(2, Stopping(2, Staying.FEW)))[0] == e.Signal((0,), TERM)
 
 
 def test_who_has_to_stop_while_it_joins_takes_its_place_in_the_round_that_forms_so_that_all_can_save() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,31 @@ def test_replica_that_lost_a_process_or_its_agent_comes_back_and_the_other_goes_
             assert numbers == sorted(set(numbers)), "a step was made twice"
             assert numbers[-1] - numbers[0] + 1 - len(numbers) <= 2, "more was lost than the last lines of a step"
     assert differing(run) == set()
+
+
+@pytest.mark.long
+def test_an_agent_that_is_asked_to_stop_leaves_no_step_behind_though_nobody_else_has_its_part(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """A replica over two agents, and a third that waits: the state is committed before the part goes, and loaded."""
+    how = {"out": str(tmp_path), "shard": 2, "url": str(tmp_path / "commits")}
+    run = job(SCRIPT, json.dumps(how), nodes="2:2")
+    agents = run.start(3)
+
+    def members() -> list[Agent]:
+        return [agent for agent in agents if any(run.steps(pid) for pid in agent.trainers())]
+
+    run.until(lambda: len(members()) == 2, "no world of two")
+    leaver, staying = members()
+    (spare,) = [agent for agent in agents if agent not in (leaver, staying)]
+    run.until(spare.trainers, "the agent that waits has no process")
+    os.kill(leaver.pid, signal.SIGTERM)
+    run.until(lambda: leaver.process.poll() is not None, "it does not leave")
+    assert leaver.process.returncode == 86
+    at = time.monotonic()
+    run.until(lambda: run.trains([*staying.trainers(), *spare.trainers()], at, 2), "the others do not go on")
+    steps = [e["step"] for pid in staying.trainers() for e in run.steps(pid)]
+    assert steps == list(range(steps[0], steps[-1] + 1)), "a step was left out, or made twice"
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from everstep.agent.decide.state import SlotPhase, State
 from everstep.contract import exit_codes
 from everstep.contract.document import FINISHED, Setback
 from everstep.membership import commands as c
+from everstep.membership.draining import Staying
 from everstep.membership.world_state import Broken, Closed, Finishing, Growing, Left, Stopping, Whole
 from support.agent.play import KILL, Play, keeping, kinds, plain, round_of
 
@@ -557,7 +558,12 @@ class Walk:
             ]
             if self.state.notice is not None:
                 count = self.random.randint(1, 3)
-                found += [e.Changed(self.number, Stopping(count, self.random.random() < 0.9)) for _ in range(8)]
+                found += [
+                    e.Changed(
+                        self.number, Stopping(count, self.random.choice(list(Staying)), self.random.random() < 0.5)
+                    )
+                    for _ in range(8)
+                ]
                 found.append(e.Changed(self.number, Left()))
         if self.timers:
             found.append(e.Elapsed(self.random.choice(self.timers)))

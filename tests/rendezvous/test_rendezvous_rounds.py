@@ -43,6 +43,7 @@ from everstep.membership.commands import (
     Waited,
     Withdraw,
 )
+from everstep.membership.draining import Staying, staying
 from everstep.membership.errors import DocumentInvalid
 from everstep.membership.formation.selection import EXACT, expected_rank, growth, largest_set
 from everstep.membership.machine import MAX_FLAPS, Rejected, apply
@@ -456,9 +457,9 @@ def test_that_processes_keep_their_memory_is_known_in_later_rounds() -> None:
 def test_a_mark_changes_nothing_for_the_others_and_tells_its_agent_whether_enough_would_stay() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Stop("a"))
     assert world_state(document, 1, "b") == Whole()
-    assert world_state(document, 1, "a") == Stopping(1, True)
+    assert world_state(document, 1, "a") == Stopping(1, Staying.ENOUGH)
     document = after(document, Stop("b"))
-    assert world_state(document, 1, "a") == world_state(document, 1, "b") == Stopping(2, False)
+    assert world_state(document, 1, "a") == world_state(document, 1, "b") == Stopping(2, Staying.FEW)
     assert "known" in refused(document, Stop("a")).reason
 
 
@@ -485,9 +486,34 @@ def test_nobody_leaves_if_too_few_would_stay_or_the_round_is_over_anyway() -> No
 
 def test_a_size_that_is_not_allowed_keeps_them_too() -> None:
     document = after(formed(Sizes(2, 4, (2, 4)), "a", "b", "c", "d"), Stop("a"))
-    assert world_state(document, 1, "a") == Stopping(1, True)  # two of the three go on
+    assert world_state(document, 1, "a") == Stopping(1, Staying.ENOUGH)  # two of the three go on
     document = after(document, Stop("b"), Stop("c"))
-    assert world_state(document, 1, "a") == Stopping(3, False)
+    assert world_state(document, 1, "a") == Stopping(3, Staying.FEW)
+
+
+def test_an_agent_that_waits_takes_the_place_of_one_that_is_asked_to_stop_in_a_round_of_a_fixed_size() -> None:
+    fixed = Sizes(3, 3)
+    document = after(formed(fixed, "a", "b", "c"), Stop("a"))
+    assert world_state(document, 1, "a") == Stopping(1, Staying.FEW)
+    document = after(document, Join(agent("d"), fixed))
+    assert world_state(document, 1, "a") == Stopping(1, Staying.ALL)
+    document = after(document, Drain("a", 1), Join(agent("b"), fixed), Join(agent("c"), fixed))
+    assert names(after(document, Form("b", 1, Waited.NOTHING))) == ["d", "b", "c"]
+
+
+def test_an_agent_that_waits_takes_no_place_if_it_is_asked_to_stop_or_reaches_somebody_not() -> None:
+    fixed = Sizes(3, 3)
+    document = after(formed(fixed, "a", "b", "c"), Stop("a"), Join(agent("d"), fixed))
+    assert staying(after(document, Stop("d"))) is Staying.FEW
+    assert staying(after(document, Reach("b", 1, "d", False))) is Staying.FEW
+
+
+def test_one_member_has_to_stay_because_who_waits_has_no_state() -> None:
+    sizes = Sizes(1, 2)
+    document = after(formed(sizes, "a", "b"), Join(agent("c"), sizes), Join(agent("d"), sizes), Stop("a"))
+    assert staying(document) is Staying.ALL
+    assert staying(after(document, Stop("b"))) is Staying.NOBODY
+    assert "0 would stay" in refused(after(document, Stop("b")), Drain("a", 1)).reason
 
 
 def test_who_was_asked_to_stop_and_is_out_does_not_come_back() -> None:
@@ -509,7 +535,7 @@ def test_who_is_asked_to_stop_while_others_are_lost_meets_the_survivors_again_to
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Stop("a"), Stop("b"), Evict("a", 1, "c", "gone"))
     document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Form("a", 1, Waited.NOTHING))
     assert names(document) == ["a", "b"]
-    assert world_state(document, 2, "a") == Stopping(2, False)
+    assert world_state(document, 2, "a") == Stopping(2, Staying.NOBODY)
 
 
 def test_agents_that_never_trained_form_no_round_when_all_of_them_stop() -> None:

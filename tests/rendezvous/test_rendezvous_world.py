@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from everstep.contract.document import FINISHED, Document, Member, Sizes
 from everstep.membership import draining, machine, proposals
 from everstep.membership.commands import Stop, Waited
+from everstep.membership.draining import Staying
 from everstep.membership.formation import selection
 from everstep.membership.machine import IndexAssignment
 from support.rendezvous.walks import SIZES, events, walk
@@ -276,7 +277,7 @@ MISTAKES: dict[str, Patch] = {
     "finished when one member is": _patched(machine, "_done", _finished_by_one),
     "unreachable pairs together": _patched(selection, "largest_set", _everyone_reaches_everyone),
     "a dead agent is never taken out": _patched(proposals, "without_expired", _nobody_is_evicted),
-    "leaves although too few stay": _patched(draining, "enough_stay", lambda _: lambda document: True),
+    "leaves although too few stay": _patched(draining, "staying", lambda _: lambda document: Staying.ALL),
     "who was asked to stop comes back": _patched(IndexAssignment, "join", _whoever_stopped_joins),
     "a mark takes out": _patched(machine, "_stop", _mark_takes_out),
     "a settled join request is taken up again": _patched(proposals, "_fold", _old_join_requests_count),

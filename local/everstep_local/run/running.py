@@ -24,7 +24,7 @@ from everstep.cli.jobs import tables
 from everstep.cli.printing import SafeConsole, say_error
 from everstep.jobs.drawing import draw, text
 from everstep.jobs.history import encode, thinned
-from everstep.jobs.source import RUNS, JobError
+from everstep.jobs.source import RUNS, JobError, migration
 from everstep.jobs.timeline import build
 from everstep.jobs.view import View
 from everstep_local.run.console import Plain
@@ -239,6 +239,7 @@ class Handlers:
             "kill-operator": self.kill_operator,
             "scale": self.scale,
             "suspend": self.suspend,
+            "migrate": self.migrate,
         }
         refusing = {verb: self._unless_ended(handler) for verb, handler in changing.items()}
         reading: dict[str, Handler] = {
@@ -329,6 +330,13 @@ class Handlers:
         worker = self._local.worker_of(pod)
         await _kube(self._local.client.delete(PODS, self._local.job.namespace, pod))
         yield self._did(f"delete {pod}", worker)
+
+    async def migrate(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
+        pod, job = self._pod(request), self._local.job
+        stored = await self._local.client.get(JOBS, job.namespace, job.name)
+        patch = migration(stored.metadata.annotations, self._local.pod_names(), pod)
+        await _kube(self._local.client.merge_patch(JOBS, job.namespace, job.name, patch))
+        yield self._did(f"migrate {pod}", self._local.worker_of(pod))
 
     async def kill_node(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
         node = str(request.get("node"))

@@ -204,6 +204,9 @@ class LiveRun:
     def kill(self, job: str, pod: str, *, delete: bool) -> str:
         return str(self._ask("delete" if delete else "kill", pod=pod)["done"])
 
+    def migrate(self, job: str, pod: str) -> None:
+        self._ask("migrate", pod=pod)
+
     def disturb(self, job: str, verb: str, **arguments: str) -> str:
         del job
         return str(self._ask(verb, **arguments)["done"])
@@ -291,6 +294,9 @@ class EndedRun:
         self._refuse()
 
     def kill(self, job: str, pod: str, *, delete: bool) -> str:
+        self._refuse()
+
+    def migrate(self, job: str, pod: str) -> None:
         self._refuse()
 
     def disturb(self, job: str, verb: str, **arguments: str) -> str:

@@ -70,6 +70,7 @@ class Rung(StrEnum):
     SPARE = "spare"
     SHRINK = "shrink"
     REGROW = "regrow"
+    MIGRATE = "migrate"
 
 
 class Cause(StrEnum):

@@ -16,6 +16,7 @@ class EventReason(StrEnum):
     WORLD_RESIZED = "WorldResized"
     WORKER_LOST = "WorkerLost"
     WORKER_REPLACED = "WorkerReplaced"
+    WORKER_MIGRATED = "WorkerMigrated"
     SPARE_LOST = "SpareLost"
     WORKERS_UPDATED = "WorkersUpdated"
     QUORUM_LOST = "QuorumLost"
@@ -49,6 +50,7 @@ _NORMAL = frozenset(
         EventReason.WORLD_FORMED,
         EventReason.WORLD_RESIZED,
         EventReason.WORKER_REPLACED,
+        EventReason.WORKER_MIGRATED,
         EventReason.WORKERS_UPDATED,
         EventReason.CHECKPOINT_COMMITTED,
         EventReason.RESTORED_FROM_CHECKPOINT,

@@ -63,6 +63,7 @@ RUNGS: dict[Rung, str] = {
     Rung.SPARE: "A spare took the place of the lost worker.",
     Rung.SHRINK: "Of an elastic job: the training resumed with fewer workers.",
     Rung.REGROW: "Of an elastic job: it has its full size again, after a shrink.",
+    Rung.MIGRATE: "Nothing was lost: another worker took the place of one that had to leave its node.",
 }
 
 CAUSES: dict[Cause, str] = {
@@ -91,6 +92,9 @@ EVENTS: dict[EventReason, str] = {
     EventReason.WORKER_LOST: "Workers were lost, or a process of one: which ones, where, by what cause, and what "
     "follows.",
     EventReason.WORKER_REPLACED: "A recovery ended: the world has its workers again.",
+    EventReason.WORKER_MIGRATED: (
+        "Another worker has taken the place of one that had to leave its node: why, from which node, how long it took."
+    ),
     EventReason.SPARE_LOST: "Spares were lost: which ones, where, by what cause. All workers train.",
     EventReason.WORKERS_UPDATED: "Workers are replaced, because their template changed.",
     EventReason.QUORUM_LOST: "Of an elastic job: fewer workers are left than `minReplicas`.",

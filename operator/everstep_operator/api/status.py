@@ -75,6 +75,14 @@ class Roster(StatusModel):
         default=0, description="Workers that this roster was made for, without spares; 0 while suspended."
     )
     spares: Workers = Field(default=0, description="Workers beside them that it was made for.")
+    surge: Workers = Field(
+        default=0, description="Further ones, which take the places of workers that have to leave their nodes."
+    )
+    leaving: tuple[WorkerIndex, ...] = Field(
+        default=(),
+        max_length=MAX_WORKERS,
+        description="Workers that are asked to leave, because others wait for their places.",
+    )
     next_incarnation: Incarnation = Field(
         default=0, description="Incarnation of the next index that is added. It is above all that were taken out."
     )

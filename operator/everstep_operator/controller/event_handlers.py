@@ -72,11 +72,14 @@ class EventHandlers:
             self._queue.add(key)
 
     def _node(self, delta: Delta[Node]) -> None:
-        """React to a change of a node's Ready condition and to its end, but not to its heartbeats. The agents on a node
-        that is not ready may live: their presence shows it, and expires by itself."""
+        """React to a change of a node's Ready condition, to its end, and to a notice that its pods have to leave, but
+        not to its heartbeats. The agents on a node that is not ready may live: their presence shows it, and expires by
+        itself."""
         node = delta.object
-        if isinstance(delta, Updated) and observe.node_view(delta.old).health == observe.node_view(node).health:
-            return
+        if isinstance(delta, Updated):
+            before, now = observe.node_view(delta.old), observe.node_view(node)
+            if (before.health, before.leaving) == (now.health, now.leaving):
+                return
         lost = isinstance(delta, Deleted)
         for pod in self._caches.pods.by_index(BY_NODE, node.metadata.name):
             if lost:

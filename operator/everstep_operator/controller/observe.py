@@ -6,6 +6,7 @@ not part of the snapshot.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
@@ -13,7 +14,7 @@ from everstep.contract import labels
 from everstep_operator.api.allowlist import checkpoint_url_refusal
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec, parse_status
-from everstep_operator.controller import pod_start
+from everstep_operator.controller import node_notices, pod_start
 from everstep_operator.kube.wire import (
     Condition,
     NetworkPolicy,
@@ -66,6 +67,7 @@ def job_view(obj: Unstructured, checkpoint_url_prefixes: tuple[str, ...] = ()) -
         status=parse_status(obj.status),
         created_at=meta.creation_timestamp or datetime.fromtimestamp(0, UTC),
         deleting=meta.deletion_timestamp is not None,
+        migrate=frozenset(filter(None, re.split(r"[\s,]+", meta.annotations.get(labels.MIGRATE, "")))),
     )
 
 
@@ -135,7 +137,9 @@ def node_view(node: Node) -> NodeView:
     if ready is None:
         return NodeView(node.metadata.name, NodeHealth.SILENT)
     health = {"True": NodeHealth.READY, "False": NodeHealth.NOT_READY}.get(ready.status, NodeHealth.SILENT)
-    return NodeView(node.metadata.name, health, ready.last_transition_time, ready.reason[:100])
+    return NodeView(
+        node.metadata.name, health, ready.last_transition_time, ready.reason[:100], node_notices.leaving(node)
+    )
 
 
 def disruption_budget_view(budget: PodDisruptionBudget, job_uid: str) -> DisruptionBudgetView | None:

@@ -121,7 +121,19 @@ class NodeStatus(Wire, frozen=True, kw_only=True):
     conditions: tuple[Condition, ...] = ()
 
 
+class Taint(Wire, frozen=True, kw_only=True):
+    key: str = ""
+    value: str = ""
+    effect: str = ""
+
+
+class NodeSpec(Wire, frozen=True, kw_only=True):
+    unschedulable: bool = False
+    taints: tuple[Taint, ...] = ()
+
+
 class Node(KubeObject, frozen=True, kw_only=True):
+    spec: NodeSpec = NodeSpec()
     status: NodeStatus = NodeStatus()
 
 

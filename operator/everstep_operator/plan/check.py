@@ -73,7 +73,7 @@ def _check_roster(snapshot: Snapshot, plan: Plan, created: list[CreatePod], doom
         if worker is None or create.incarnation != worker.number:
             raise PlanError(f"{create.name} is not one of the published workers {made}")
     for pod in doomed:
-        if not made.supersedes(job.name, pod):
+        if not made.supersedes(job.name, pod) and pod.index not in made.leaving:
             raise PlanError(f"{pod.name} is one of the published workers {made}, or of later ones")
 
 

@@ -148,12 +148,13 @@ class NodeHealth(StrEnum):
 @dataclass(frozen=True, slots=True)
 class NodeView:
     """A node that runs a pod of this job. `changed_at` is when its Ready condition last changed, and `reason` its
-    reason."""
+    reason. `leaving`: why its pods have to leave soon, such as `is cordoned`; None if they may stay."""
 
     name: str
     health: NodeHealth
     changed_at: datetime | None = None
     reason: str = ""
+    leaving: str | None = None
 
     @property
     def ready(self) -> bool:
@@ -231,6 +232,7 @@ class JobView:
     status: Status
     created_at: datetime
     deleting: bool = False
+    migrate: frozenset[str] = frozenset()  # names of pods that a person wants on another node
 
     @property
     def key(self) -> str:

@@ -129,5 +129,6 @@ def round_view(document: Document) -> RoundView:
         joining=tuple(sorted(m.index for m in document.joining)),
         closed=document.closed,
         finished=document.closed == FINISHED,
+        keeps=document.in_process,
         sizes=document.sizes if document.ruled else None,
     )

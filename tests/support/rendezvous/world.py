@@ -236,7 +236,9 @@ class World:
         if after.round == before.round:
             left = {loss.agent for loss in after.gone if loss.why == LEFT} - {loss.agent for loss in before.gone}
             stay = [m for m in after.remaining() if m.agent not in after.stopping]
-            if left and (not left <= set(after.stopping) or not after.sizes.largest(len(stay))):
+            here = {m.agent for m in after.members}
+            wait = [m for m in after.joining if m.agent not in {*here, *after.stopping}]
+            if left and (not left <= set(after.stopping) or not stay or not after.sizes.largest(len([*stay, *wait]))):
                 raise Violation(f"{left} left, and {stay} stayed")
         elif {m.agent for m in after.members} <= set(after.stopping) - {m.agent for m in before.remaining()}:
             raise Violation(f"a round of agents that only stop: {after.members}")

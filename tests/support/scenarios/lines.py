@@ -38,6 +38,7 @@ class Asked:
     spares: int = 0  # beside the workers of an elastic job
     together: bool = False  # all workers on one node
     restarts: int | None = None  # PET_MAX_RESTARTS in the pod template; None: what the operator sets
+    grace: int | None = None  # terminationGracePeriodSeconds of the pod template; None: what the cluster sets
     example: str = ""  # this manifest of examples/digits as it stands; all of the above that it has comes from it
 
     @classmethod
@@ -48,7 +49,7 @@ class Asked:
             given = {**of_example(given["example"]), **given}
         kinds: dict[str, Callable[[str], Any]] = {
             "workers": int, "steps": int, "pause": float, "every": int, "together": "yes".__eq__, "restarts": int,
-            "spares": int,
+            "spares": int, "grace": int,
         }  # fmt: skip
         try:
             asked = cls(**{key: kinds.get(key, str)(value) for key, value in given.items()})
@@ -166,6 +167,8 @@ def _expect(player: Player, what: list[str]) -> None:
             player.expect_cause(cause)
         case ["rung", rung]:
             player.expect_rung(rung)
+        case ["repeated", steps]:
+            player.expect_repeated(int(steps))
         case _:
             raise ScenarioError(f"unknown: expect {shlex.join(what)}")
 

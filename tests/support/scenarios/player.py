@@ -199,6 +199,8 @@ class Player(ABC):
         script, *_ = [self.script_path(path) for path in (SCRIPTS[asked.script], *BESIDE.get(asked.script, ()))]
         if asked.restarts is not None:
             worker["env"] = [*worker.get("env", ()), {"name": "PET_MAX_RESTARTS", "value": str(asked.restarts)}]
+        if asked.grace is not None:
+            spec["template"]["spec"]["terminationGracePeriodSeconds"] = asked.grace
         if asked.example:
             spec["checkpoint"]["url"] = self.url
             told = {"DIGITS_STEPS": asked.steps, "DIGITS_STEP_SECONDS": asked.pause}
@@ -418,6 +420,11 @@ class Player(ABC):
         newest = self.status()["recoveries"][0]
         if newest["rung"] != rung:
             raise ScenarioError(f"the newest recovery is {newest}, expected rung {rung}\n{self.describe()}")
+
+    def expect_repeated(self, steps: int) -> None:
+        newest = self.status()["recoveries"][0]
+        if newest.get("lostSteps") != steps:
+            raise ScenarioError(f"the newest recovery is {newest}, expected {steps} repeated steps\n{self.describe()}")
 
     def play(self, text: str) -> None:
         """Run a scenario; an error names its line."""

@@ -22,7 +22,7 @@ from everstep.membership.backends.configuration import Configuration, Configurat
 from everstep.membership.backends.memory import MemoryStore
 from everstep.membership.backends.opening import open_store
 from everstep.membership.commands import Charge
-from everstep.membership.draining import another_asked, enough_stay
+from everstep.membership.draining import Staying, another_asked, staying
 from everstep.membership.driver import CROWDED, WHOLE, Driver
 from everstep.membership.errors import (
     JoinRefused,
@@ -73,16 +73,19 @@ class Membership:
         return document is not None and document.in_process and document.closed is None
 
     def enough_without_us(self) -> bool:
-        """Whether the others could train on, as far as is known now."""
+        """Whether the others could train on, or may get others to train on with, as far as is known now."""
         document = self._driver.seen()
-        return document is not None and document.closed is None and enough_stay(document, self._driver.agent)
+        if document is None or document.closed is not None:
+            return False
+        others = staying(document, self._driver.agent)
+        return others.suffices or (others is Staying.FEW and document.ruled and document.in_process)
 
     def another_leaves(self) -> bool:
         """Whether another member is asked to stop, and this agent and others go on, as far as is known now."""
         document = self._driver.seen()
         if document is None or document.closed is not None or self._driver.agent in document.stopping:
             return False
-        return another_asked(document, self._driver.agent) and enough_stay(document)
+        return another_asked(document, self._driver.agent) and staying(document).suffices
 
     def change(self, change: MemberCommand) -> None:
         self._changes.put_nowait((change, None))

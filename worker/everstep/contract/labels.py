@@ -15,6 +15,11 @@ ROUND = f"{GROUP}/round"
 # Of the spec from which a worker's pod was made.
 SPEC_HASH = f"{GROUP}/spec-hash"
 
+# An annotation of a job: the names of pods, separated by commas, that a person wants on another node.
+MIGRATE = f"{GROUP}/migrate"
+# A taint or an annotation of a node: its workers are to leave. The value says why.
+LEAVE = f"{GROUP}/leave"
+
 MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGER = "everstep"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from everstep.contract import labels
-from everstep.jobs.source import JobError, Misconfigured, NoCluster, NoSuchJob, Unreachable, Where
+from everstep.jobs.source import JobError, Misconfigured, NoCluster, NoSuchJob, Unreachable, Where, migration
 from everstep.jobs.view import EventRow, Object, View, event_row, event_time, of_objects
 
 try:
@@ -204,6 +204,11 @@ class Cluster:
             if uid in left and not left[uid].get("deletionTimestamp"):
                 raise
         return f"pod {pod} deleted" if delete else f"pod {pod} deleted by force"
+
+    def migrate(self, job: str, pod: str) -> None:
+        stored = self._job(job)
+        pods = {each["metadata"]["name"] for each in self._pods(stored)}
+        self._patch(job, migration(stored["metadata"].get("annotations") or {}, pods, pod))
 
     def disturb(self, job: str, verb: str, **arguments: str) -> str:
         raise JobError(

@@ -7,12 +7,13 @@ ambiguous is refused with the names that there are; nothing is ever changed by a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Protocol
 
+from everstep.contract import labels
 from everstep.installing import remedy
 from everstep.jobs.view import EventRow, View
 
@@ -96,6 +97,10 @@ class Source(Protocol):
 
     def kill(self, job: str, pod: str, *, delete: bool) -> str:
         """End a worker's processes by SIGKILL, or with `delete` its pod; what was done."""
+        ...
+
+    def migrate(self, job: str, pod: str) -> None:
+        """Ask the operator to give the worker of this pod a place on another node."""
         ...
 
     def disturb(self, job: str, verb: str, **arguments: str) -> str:
@@ -265,6 +270,12 @@ def _may_have(run: Run, pod: str) -> bool:
         return False
     except (JobError, Unreachable):  # it does not answer
         return True
+
+
+def migration(annotations: Mapping[str, str], pods: Collection[str], pod: str) -> dict[str, Any]:
+    """The merge patch of a job by which `pod` is moved, beside those of its present `pods` that are to be moved."""
+    asked = [name for name in annotations.get(labels.MIGRATE, "").split(",") if name in pods and name != pod]
+    return {"metadata": {"annotations": {labels.MIGRATE: ",".join([*asked, pod])}}}
 
 
 def has(source: Source, job: str) -> bool:

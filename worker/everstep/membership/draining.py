@@ -1,13 +1,29 @@
 """Finds the members that are asked to stop, and whether the others can go on without them. Pure.
 
 An agent that is asked to stop says so at once, and trains on for a moment. If the job is suspended, all agents say so.
-The document decides who leaves, so no two members leave because each counted on the other. Invariant: an agent that was
-asked to stop and has left the round does not come back into the job, as long as the document remembers it.
+The document decides who leaves, so no two members leave because each counted on the other. Agents that wait for a place
+count as those that stay, but only members have the training state, so one of them has to stay. Invariant: an agent that
+was asked to stop and has left the round does not come back into the job, as long as the document remembers it.
 """
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
 from everstep.contract.document import MAX_HISTORY, MAX_STOPPING, Document
+
+
+class Staying(Enum):
+    """Who could go on if all members that are asked to stop left now."""
+
+    NOBODY = auto()  # no member stays: nobody would have the training state
+    FEW = auto()  # fewer agents than any allowed size
+    ENOUGH = auto()  # a smaller round
+    ALL = auto()  # a round as large as this one, or as large as is wanted now
+
+    @property
+    def suffices(self) -> bool:
+        return self in (Staying.ENOUGH, Staying.ALL)
 
 
 def divide(document: Document) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -17,10 +33,24 @@ def divide(document: Document) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(a for a in here if a in stopping), tuple(a for a in here if a not in stopping)
 
 
-def enough_stay(document: Document, without: str | None = None) -> bool:
-    """Whether those that stay can go on alone, even if `without` is asked to stop too."""
-    _, staying = divide(document)
-    return document.sizes.largest(len([agent for agent in staying if agent != without])) > 0
+def staying(document: Document, without: str | None = None) -> Staying:
+    """Who could go on, if `without` is asked to stop too."""
+    _, members = divide(document)
+    members = tuple(agent for agent in members if agent != without)
+    if not members:
+        return Staying.NOBODY
+    size = document.sizes.largest(len(members) + len(_replacements(document)))
+    if size == 0:
+        return Staying.FEW
+    return Staying.ALL if size >= document.sizes.largest(len(document.remaining())) else Staying.ENOUGH
+
+
+def _replacements(document: Document) -> list[str]:
+    """The agents that wait for a place in the next round, and reach all others."""
+    here = {member.agent for member in document.members}
+    apart = {agent for report in document.reports if report.active for agent in (report.low, report.high)}
+    others = here | apart | set(document.stopping)
+    return [member.agent for member in document.joining if member.agent not in others]
 
 
 def another_asked(document: Document, but: str) -> bool:
@@ -35,11 +65,11 @@ def marked(document: Document, agent: str) -> tuple[str, ...]:
 
 def leavers(document: Document) -> tuple[str, ...] | str:
     """The agents that leave the round now, at the end of a step; or why nobody leaves."""
-    stopping, staying = divide(document)
+    stopping, members = divide(document)
     if document.gone or document.broken is not None or document.done:
         return f"round {document.round} is over or about to end: nobody leaves it at the end of a step"
-    if not enough_stay(document):
-        return f"{len(staying)} would stay, and sizes are {document.sizes}: all stop together"
+    if not staying(document).suffices:
+        return f"{len(members)} would stay, and sizes are {document.sizes}: all stop together"
     waiting = {member.agent for member in document.joining}
     leaving = tuple(agent for agent in stopping if agent not in waiting)
     return leaving or f"no member of round {document.round} is asked to stop, or all that are ask for the next"

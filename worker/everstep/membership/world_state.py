@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from everstep.contract.document import Document, Member
-from everstep.membership.draining import divide, enough_stay
+from everstep.membership.draining import Staying, divide, staying
 from everstep.membership.formation.selection import growth
 from everstep.membership.machine import is_here, is_member, is_waiting
 
@@ -75,10 +75,12 @@ class Finishing:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The round stands. `count` members are asked to stop, this agent too. `enough`: the others can go on alone."""
+    """The round stands. `count` members are asked to stop, this agent too. `others`: who could go on without them.
+    `replaced`: the job has a publisher, which may bring others in their places."""
 
     count: int
-    enough: bool
+    others: Staying
+    replaced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def world_state(document: Document | None, number: int, agent: str) -> WorldStat
         return Finishing(len(document.done))
     if agent in document.stopping:
         stopping, _ = divide(document)
-        return Stopping(len(stopping), enough_stay(document))
+        return Stopping(len(stopping), staying(document), document.ruled)
     count = growth(document)
     return Growing(count, document.boundary) if count else Whole()
 
@@ -137,8 +139,8 @@ def describe(state: WorldState) -> str:
             return f"{count} more would join" + ("" if boundary is None else f" after step {boundary}")
         case Finishing(count):
             return f"{count} have finished"
-        case Stopping(count, enough):
-            return f"{count} are asked to stop, and {'enough' if enough else 'too few'} would stay"
+        case Stopping(count, others):
+            return f"{count} are asked to stop, and {'enough' if others.suffices else 'too few'} would stay"
         case Left():
             return "this agent is asked to stop, and out"
         case Closed(why):

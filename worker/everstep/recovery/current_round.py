@@ -19,7 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 from everstep.contract import env
-from everstep.recovery.announcements import AnnouncedRound, Announcements, StepStatus
+from everstep.recovery.announcements import AnnouncedRound, Announcements, Drained, StepStatus
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import forming
 from everstep.recovery.forming.background import BackgroundForming
@@ -135,6 +135,14 @@ class CurrentRound:
             except PeerLost as e:
                 self._did_not_come(round_, e)
         raise forming.FormingFailed(f"{ATTEMPTS} rounds in a row did not come about")
+
+    def ends_here(self) -> bool:
+        """Whether this process leaves when the others go into the newest round. Waits until that is known."""
+        try:
+            self._announcements.wait_newer(self._number, JOIN_SECONDS)
+        except Drained:
+            return True
+        return False
 
     def form_newest(self, step: int) -> AnnouncedRound | None:
         """Form the newest round, so that its members can agree; None if that failed, or if the round does not fit."""

@@ -172,6 +172,16 @@ class Recovery:
             log.warning("a peer was lost%s in the middle of a step: %s", self.main.lost_at, self.rollback.torn)
         return validity
 
+    def part_leaves(self) -> bool:
+        """Whether members that are asked to stop take a part of the state along that no other member has. All members
+        have agreed to go into the newest round at the end of this step. Collective. Raises `PeerLost`."""
+        parts = self._sharded.mesh.shards if self._sharded is not None else 1
+        parts = self.members.world_size if self._divided else parts
+        if parts == 1:
+            return False
+        (stays,) = self.members.any([not self.round.ends_here()], parts)
+        return self.members.maximum(int(not stays)) > 0
+
     def enter(self, step: int, validity: Validity, start: Start, moved: Callable[[], None]) -> int:
         """Leave the present round for the newest, and bring all its members to one state; returns its completed steps.
 

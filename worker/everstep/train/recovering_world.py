@@ -208,6 +208,8 @@ class RecoveringWorld(Checked):
             updates = gradients.updates if (gradients := self._present_gradients()) is not None else 0
             calls = self._recovery.main.begun
             if self._coordinator.agree(move=self._recovery.round.boundary_wanted, updates=updates, calls=calls):
+                if self._recovery.part_leaves():
+                    self._coordinator.commit()
                 self._enter(Validity.WHOLE)
         except NewerCommit as e:
             self._go_forward(e)

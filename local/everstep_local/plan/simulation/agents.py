@@ -74,7 +74,7 @@ class ElasticWorld(World):
         left = (left | set(self.view.members)) - set(ready)
         left_at = self.now if left - set(self.view.left) else self.view.left_at
         self.view = RoundView(
-            number, tuple(sorted(ready[:size])), joining=joining, sizes=self.view.sizes,
+            number, tuple(sorted(ready[:size])), joining=joining, keeps=self.view.keeps, sizes=self.view.sizes,
             left=tuple(sorted(left)), left_at=left_at, ends=self.view.ends,
         )  # fmt: skip
         return f"round {number}: {' '.join(f'w{i}-{n}' for i, n in self.view.members)}"
@@ -84,6 +84,11 @@ class ElasticWorld(World):
         assert self.view is not None
         left = tuple((i, n) for i, n in self.view.left if str(i) not in indexes)
         self.view = replace(self.view, joining=tuple(sorted(map(int, indexes))), left=left)
+
+    def do_keep_processes(self) -> None:
+        """The processes keep their memory from round to round."""
+        assert self.view is not None
+        self.view = replace(self.view, keeps=True)
 
     def do_gone_from(self, *indexes: str) -> None:
         """The agents report that these are no longer in the round."""

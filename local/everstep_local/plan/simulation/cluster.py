@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
-from everstep.contract import labels
+from everstep.contract import exit_codes, labels
 from everstep.contract.document import Sizes
 from everstep_local.plan.simulation.commands import COMMANDS
 from everstep_operator.api.parse import parse_status
@@ -98,6 +98,7 @@ class World:
         self.side_cars: set[str] = set()
         self.pods_linger = False
         self.generation = 1
+        self.migrate: frozenset[str] = frozenset()
 
     def snapshot(self) -> Snapshot:
         # The status goes through the wire format, as in the API server: fields that are lost there must not matter.
@@ -111,6 +112,7 @@ class World:
             parse_status(self.status.to_wire()),
             START,
             self.deleting,
+            self.migrate,
         )
         return Snapshot(
             self.now,
@@ -177,7 +179,7 @@ class World:
                     self.uids += 1
                     marks = body["metadata"]["labels"]
                     label = marks.get(labels.ROUND)
-                    node = f"n{1 + index % 2}"
+                    node = self._scheduled(index)
                     self.pods[name] = WorkerPod(
                         name,
                         f"p{self.uids}",
@@ -201,6 +203,11 @@ class World:
                 pass  # the transcript shows it, and ends there
             case SetSizes(sizes, _):
                 self.take_sizes(sizes)
+
+    def _scheduled(self, index: int) -> str:
+        """The node of a new pod: not one that its pods have to leave, if there is another."""
+        nodes = [f"n{1 + index % 2}", f"n{2 - index % 2}"]
+        return next((n for n in nodes if n in self.nodes and self.nodes[n].leaving is None), nodes[0])
 
     def _guard(
         self,
@@ -368,6 +375,23 @@ class World:
 
     def do_node_gone(self, name: str) -> None:
         del self.nodes[name]
+
+    def do_node_leaves(self, name: str, why: str = "is cordoned") -> None:
+        """Its pods have to leave it; without words because it is cordoned."""
+        self.nodes[name] = replace(self.nodes[name], leaving=why)
+
+    def do_node_stays(self, name: str) -> None:
+        self.nodes[name] = replace(self.nodes[name], leaving=None)
+
+    def do_migrate(self, *indexes: str) -> None:
+        """A person wants these pods on other nodes."""
+        self.migrate |= {self.current(int(index)) for index in indexes}
+
+    def do_preempted(self, *indexes: str) -> None:
+        """They were asked to stop, and have ended; the others go on."""
+        for index in indexes:
+            exit_ = Exit(exit_codes.PREEMPTED, "Error", finished_at=self.now)
+            self.change(self.current(int(index)), phase=PodPhase.FAILED, ready=False, exit=exit_)
 
     def do_answer(self, *indexes: str) -> None:
         """The agents of these workers alone renew their presence from now on."""

@@ -35,10 +35,10 @@ def when_workers_are_lost(facts: Facts) -> Failed | Publish | Wait | None:
         return None
     if all(loss.index in facts.spares for loss in lost):
         return spares.replaced(facts, lost)
-    if facts.roster.spares and is_awaited(facts.snapshot):
+    if facts.roster.beside and is_awaited(facts.snapshot):
         return Wait(UNREAD_WAIT, "waiting for the round, which shows who trains")
     # Whatever ended a worker that waits, the training has lost the one that trained.
-    root = next((loss for loss in lost if facts.roster.spares and loss.index in facts.trained), lost[0])
+    root = next((loss for loss in lost if facts.roster.beside and loss.index in facts.trained), lost[0])
     if (left := _wait_for_cause(facts, lost)) is not None:
         return Wait(left, f"worker {root.index} lost a peer; waiting to see which one")
     if (why := _rendezvous_closed(facts, lost)) is not None:

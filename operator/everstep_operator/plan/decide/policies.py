@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from everstep_operator.plan.decide import completion, loss, process_ends, resize, start, suspend, update
+from everstep_operator.plan.decide import completion, loss, migrate, process_ends, resize, start, suspend, update
 from everstep_operator.plan.decide.decision import Decision, Keep
 from everstep_operator.plan.state.facts import Facts
 
@@ -23,6 +23,7 @@ POLICIES: tuple[Callable[[Facts], Decision | None], ...] = (
     completion.when_training_ends,
     update.when_workers_are_of_an_older_spec,
     resize.when_the_size_changes,
+    migrate.when_workers_move,
     resize.when_out_of_date,
     process_ends.when_a_process_was_replaced,
 )

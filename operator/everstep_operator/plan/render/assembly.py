@@ -63,7 +63,11 @@ def _publish(facts: Facts, change: Publish, wanted_before: int) -> Plan:
     """Publish the roster, and carry it out in the same pass. Pods that it keeps stay untouched."""
     made = _status(facts, change)
     convergence = converge.converge(facts, made.restarts)
-    own_events = (*filter(None, (change.event,)), *job_events.of_size(change, wanted_before))
+    own_events = (
+        *filter(None, (change.event,)),
+        *job_events.of_size(change, wanted_before),
+        *job_events.of_move(change, made),
+    )
     published = f"round {facts.roster.next_incarnation}" if facts.roster.replaces_all else f"workers {facts.roster}"
     return Plan(
         made,
@@ -175,4 +179,5 @@ def _opened(facts: Facts, begun: RecoveryStart, records: tuple[RecoveryRecord, .
         return records
     at = begun.at or facts.snapshot.now
     detected = begun.stood if begun.stood is not None else recovery_record.detected_after(begun.loss.at, at)
-    return recovery_record.opened(at, begun.loss, records, begun.rung, detected, facts.snapshot.progress.step)
+    opened = recovery_record.opened(at, begun.loss, records, begun.rung, detected, facts.snapshot.progress.step)
+    return recovery_record.moved(opened, facts.snapshot.progress, at) if begun.rung is Rung.MIGRATE else opened

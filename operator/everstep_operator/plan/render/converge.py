@@ -73,7 +73,7 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
         left = start - snapshot.now
         return Convergence(actions, Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
     due, held_back = _without_spares(facts, missing, restarts)
-    avoided = rejections.avoided(snapshot.now, restarts)
+    avoided = (*rejections.avoided(snapshot.now, restarts), *_left_nodes(facts))
     actions[StageName.CREATE] = [_create(facts, index, avoided) for index in due[: snapshot.settings.max_pods_per_plan]]
     # This is tried again in every pass, and after a while even without an observed change.
     if retry is not None:
@@ -123,7 +123,11 @@ def _superseded(facts: Facts) -> list[Superseded]:
     job, roster = facts.job, facts.roster
     current = {p.uid for p in facts.current.values()}
     template_grace = pods.grace_seconds(job)
-    superseded = []
+    superseded = [
+        Superseded(facts.current[index], "another worker waits for its place", template_grace, released=True)
+        for index in roster.leaving
+        if index in facts.current
+    ]
     for pod in facts.snapshot.pods:
         if pod.uid in current or not roster.supersedes(job.name, pod):
             continue
@@ -162,6 +166,12 @@ def _create(facts: Facts, index: int, avoided: Sequence[str]) -> CreatePod:
     round_ = roster.next_incarnation
     body = pods.avoid(pods.worker_pod(job, index, round_, len(roster.workers), settings), avoided)
     return CreatePod(name, index, incarnation, body, f"worker {index} of round {round_}{_not_on(avoided)}")
+
+
+def _left_nodes(facts: Facts) -> list[str]:
+    """The nodes that workers have to leave."""
+    nodes = (facts.current[index].node for index in facts.moves.due if index not in facts.moves.ending)
+    return sorted({node for node in nodes if node is not None})
 
 
 def _not_on(nodes: Sequence[str]) -> str:

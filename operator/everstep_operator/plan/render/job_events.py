@@ -27,6 +27,15 @@ def of_size(change: Publish, wanted_before: int) -> tuple[Event, ...]:
     return (Event(EventReason.WORLD_RESIZED, resizing(wanted_before, wanted)),)
 
 
+def of_move(change: Publish, made: Status) -> tuple[Event, ...]:
+    """The event of workers that have left their nodes, with what that cost. Its record is made with the change."""
+    if change.recovery is None or change.recovery.rung is not Rung.MIGRATE:
+        return ()
+    record = made.recoveries[0]
+    took = f"all ranks went on {recovery_record.total_ms(record) / 1000:.1f} s after it left its round"
+    return (Event(EventReason.WORKER_MIGRATED, f"{change.message}; {took}{_repeated(record.lost_steps)}"),)
+
+
 def of_status(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
     """Events of rounds that formed, recoveries that ended, slow ranks and commits."""
     before = snapshot.job.status
@@ -84,6 +93,8 @@ def _formed(before: World, now: World) -> bool:
 
 def _recovered(snapshot: Snapshot, observed: Status) -> list[Event]:
     done = observed.recoveries[0]
+    if done.rung == Rung.MIGRATE:
+        return []  # `of_move` has said it
     if done.rung == Rung.REGROW:
         trains = f"worker {done.worker} trains again: " if done.worker is not None else ""
         whole = f"the world has its {number_of_workers(observed.world.size)}"

@@ -101,7 +101,8 @@ def render(
 def _spares(roster: Roster | None, waiting: tuple[int, ...]) -> Spares | None:
     if roster is None or not roster.spares:
         return None
-    return Spares(wanted=roster.spares, ready=len(waiting), workers=waiting[:MAX_SPARES])
+    waiting = waiting[: min(roster.spares, MAX_SPARES)]
+    return Spares(wanted=roster.spares, ready=len(waiting), workers=waiting)
 
 
 def _activity(snapshot: Snapshot, active: bool, finished: bool) -> tuple[datetime | None, int]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
-from everstep_operator.object_names import number_of_spares, number_of_workers
+from everstep_operator.object_names import list_of_workers, number_of_spares, number_of_workers
 from everstep_operator.plan.decide import restart_budget, spares
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import waits
@@ -66,7 +66,7 @@ def _with_quorum(facts: Facts, why: str | None, obstacle: str | None) -> Verdict
         # A Service or a disruption budget cannot be made, or a node holds a pod that was replaced.
         beside = obstacle if facts.snapshot.name_collisions or facts.snapshot.object_refused else None
         stays = beside or waits.not_ending(facts)
-        message = f"{training}/{wanted} ready{_succeeded(facts)}{_spares(facts, why)}"
+        message = f"{training}/{wanted} ready{_succeeded(facts)}{_spares(facts, why)}{_moves(facts, why)}"
         return Verdict(ReadyReason.RUNNING, message, stays, quorum)
     message = f"{training}/{wanted} train{_succeeded(facts)}{_at_least(facts)}{_because(facts, why)}"
     changes = before in _BY_EDIT and why is None
@@ -119,7 +119,7 @@ def _succeeded(facts: Facts) -> str:
 
 def _spares(facts: Facts, why: str | None) -> str:
     """How many spares wait, and why not all do. `why`: what keeps the first missing worker from running."""
-    wanted, waiting = facts.roster.spares, len(facts.waiting_spares)
+    wanted, waiting = facts.roster.spares, min(facts.roster.spares, len(facts.waiting_spares))
     if waiting >= wanted:
         return f", {number_of_spares(wanted)}" if wanted else ""
     back_off = facts.job.spec.recovery.backoff_seconds
@@ -127,6 +127,25 @@ def _spares(facts: Facts, why: str | None) -> str:
     if why is None and start is not None and len(facts.current) < len(facts.roster.workers):
         why = f"none is created before {start:%H:%M:%S} UTC, after failures (back-off)"
     return f", {waiting} of {number_of_spares(wanted)}" + (f": {why}" if why else "")
+
+
+def _moves(facts: Facts, why: str | None) -> str:
+    """Which worker has to leave its node, and what it waits for. `why`: what keeps the first missing worker from
+    running."""
+    wanted = [index for index, pod in facts.current.items() if pod.name in facts.job.migrate]
+    if wanted and facts.moves.refusal is not None:
+        return f"; {list_of_workers(wanted)} cannot be moved: {facts.moves.refusal}"
+    if not facts.moves.due:
+        return ""
+    index, reason = next(iter(facts.moves.due.items()))
+    have = "has" if len(facts.moves.due) == 1 else "have"
+    leaves = f"; {list_of_workers(facts.moves.due)} {have} to leave ({reason})"
+    if index in facts.moves.ending or index in facts.roster.leaving:
+        return leaves
+    if not facts.regrows:
+        return f"{leaves}; nobody is created in place of lost workers (regrow: false)"
+    when = "another waits for its place" if len(facts.moves.due) == 1 else "others wait for their places"
+    return f"{leaves} when {when}" + (f": {why}" if why and not facts.roster.spares else "")
 
 
 def _at_least(facts: Facts) -> str:

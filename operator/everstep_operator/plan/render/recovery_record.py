@@ -3,6 +3,7 @@ reports."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from everstep_operator.api.conditions import Rung
@@ -67,6 +68,18 @@ def completed(
         }
     )
     return (done, *records[1:])
+
+
+def moved(
+    records: tuple[RecoveryRecord, ...], progress: ReportedProgress, left_at: datetime
+) -> tuple[RecoveryRecord, ...]:
+    """Complete the record of a move, which is made when the world trains without the worker that left."""
+    since = replace(progress, lost_at=left_at)
+    done = completed(records, since, progress.step_before, Rung.MIGRATE)
+    if not is_open(done):
+        return done
+    # Nobody has reported a step.
+    return (records[0].model_copy(update={"first_step_ms": 0}), *records[1:])
 
 
 def regrown(

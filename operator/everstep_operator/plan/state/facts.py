@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from everstep.contract.document import Sizes
 from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
-from everstep_operator.plan.state import losses, missing_peers, pod_hash, roster, sizing, world_state
+from everstep_operator.plan.state import losses, missing_peers, moves, pod_hash, roster, sizing, world_state
 from everstep_operator.plan.state.losses import Loss
+from everstep_operator.plan.state.moves import Moves
 from everstep_operator.plan.state.roster import Roster
 from everstep_operator.plan.state.world_state import WorldState
 from everstep_operator.round_view import RoundView
@@ -29,6 +30,7 @@ class Facts:
     lost: tuple[Loss, ...]  # of these workers, root cause first
     outdated_pods: frozenset[str]  # UIDs of all pods of the job that were made from another spec than the present one
     world: WorldState
+    moves: Moves  # workers that have to leave their nodes; they are not among the lost ones
 
     @property
     def job(self) -> JobView:
@@ -59,14 +61,14 @@ class Facts:
         """The members of the round; beside spares also workers that have left one and not come back: with a spare in
         its place, a lost worker is out of the round before its loss is seen."""
         workers, view = self.roster.workers, self.round_view
-        left = view.left if view is not None and self.roster.spares else ()
+        left = view.left if view is not None and self.roster.beside else ()
         return self.world.members | {index for index, n in left if index in workers and workers[index].number == n}
 
     @property
     def spares(self) -> frozenset[int]:
         """The workers that have no place in a whole round of the wanted size. There are none while more are needed."""
-        whole = self.round_view is not None and self.world.has_quorum and self.world.size >= self.roster.wanted
-        return frozenset(self.roster.workers.keys() - self.trained) if self.roster.spares and whole else frozenset()
+        whole = self.round_view is not None and moves.is_whole(self.roster, self.world)
+        return frozenset(self.roster.workers.keys() - self.trained) if self.roster.beside and whole else frozenset()
 
     @property
     def waiting_spares(self) -> tuple[int, ...]:
@@ -74,12 +76,48 @@ class Facts:
         view = self.round_view
         return () if view is None else tuple(sorted(self.spares.intersection(view.joining)))
 
+    @property
+    def surge(self) -> int:
+        """How many workers should exist beside wanted ones and spares, for the places of those that have to leave. A
+        round that is about to be replaced, or was not read yet, shows nothing new."""
+        if self.round_view is None:
+            return self.roster.surge
+        going = (len(self.moves.due) if self.regrows else 0) + len(self.moves.done)
+        return going if moves.is_whole(self.roster, self.world) else min(going, self.roster.surge)
+
+    @property
+    def leaving(self) -> frozenset[int]:
+        """The workers that may leave now, because others wait for their places. One member has to stay, because only
+        members have the training state."""
+        if self.round_view is None:
+            return frozenset(self.roster.leaving)
+        ending = self.moves.ending | self.moves.due.keys() & set(self.roster.leaving)
+        room = len([index for index in self.waiting_spares if self._may_stay(index)])
+        most = min(room, max(1, len(self.world.members) - 1)) - len(ending)
+        free = [index for index in sorted(self.moves.due) if index not in ending]
+        return frozenset([*ending.intersection(self.roster.leaving), *free[: max(0, most)]])
+
+    def _may_stay(self, index: int) -> bool:
+        pod = self.current.get(index)
+        node = self.snapshot.nodes.get(pod.node or "") if pod is not None else None
+        return pod is not None and not pod.stop_was_requested and (node is None or node.leaving is None)
+
     def successor(self, lost: Collection[int] = (), *, replaced: bool = True) -> Roster:
         """The roster that the spec asks for now, with the lost workers replaced or left out."""
         spares = sizing.spares(self.job.spec)
-        members = self.world.members.difference(lost) if spares or self.roster.spares else ()
+        surge = max(0, self.surge - len(self.moves.done.keys() & set(lost)))
+        members = self.world.members.difference(lost) if spares or surge or self.roster.beside else ()
         return roster.successor(
-            self.snapshot, self.roster, self.wanted, lost, replaced=replaced, spares=spares, members=members
+            self.snapshot,
+            self.roster,
+            self.wanted,
+            lost,
+            replaced=replaced,
+            spares=spares,
+            surge=surge,
+            leaving=self.leaving,
+            members=members,
+            due=self.moves.due,
         )
 
     @property
@@ -106,6 +144,9 @@ def _derive(snapshot: Snapshot, published: Roster | None, made: Roster, outdated
     current = made.current(snapshot.job.name, snapshot.pods)
     sizes = sizing.bounds(snapshot.job.spec)
     expected = {index: worker.started for index, worker in made.workers.items()}
+    world = world_state.of(snapshot, made, current, sizes)
+    moving = moves.of(snapshot, made, current, world)
+    lost = missing_peers.excused(snapshot, made, current, sizes, losses.losses_among(snapshot, current, expected))
     return Facts(
         snapshot,
         published,
@@ -113,7 +154,8 @@ def _derive(snapshot: Snapshot, published: Roster | None, made: Roster, outdated
         sizing.wanted(snapshot.job.spec),
         sizes,
         current,
-        missing_peers.excused(snapshot, made, current, sizes, losses.losses_among(snapshot, current, expected)),
+        tuple(loss for loss in lost if loss.index not in moving.not_lost),
         outdated_pods,
-        world_state.of(snapshot, made, current, sizes),
+        world,
+        moving,
     )

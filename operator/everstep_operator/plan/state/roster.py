@@ -32,8 +32,9 @@ class Incarnation:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """`wanted`: the number of workers that it was made for, beside its `spares`. It has fewer if lost workers are not
-    replaced.
+    """`wanted`: the number of workers that it was made for, beside its `spares` and its `surge`, whose workers take
+    the places of those that have to leave their nodes. It has fewer if lost workers are not replaced. `leaving`:
+    workers that are asked to stop now, because others wait for their places.
 
     `replaces_all`: any change replaces all workers, as under c10d. Then the round is `next_incarnation`, which is one
     more than the incarnation of the workers. That holds for a roster without workers too.
@@ -44,6 +45,13 @@ class Roster:
     workers: Mapping[int, Incarnation] = field(default_factory=dict)  # by index, in order
     replaces_all: bool = False
     spares: int = 0
+    surge: int = 0
+    leaving: tuple[int, ...] = ()
+
+    @property
+    def beside(self) -> int:
+        """How many workers it was made for beside the wanted ones."""
+        return self.spares + self.surge
 
     def name(self, job: str, index: int) -> str:
         return object_names.pod_name(job, index, self.workers[index].number)
@@ -99,7 +107,11 @@ def from_status(stored: api.Roster | None) -> Roster:
     for part in stored.workers:
         for index in range(part.first, part.last + 1):
             workers.setdefault(index, Incarnation(part.incarnation, part.started))
-    return Roster(stored.wanted, stored.next_incarnation, dict(sorted(workers.items())), spares=stored.spares)
+    leaving = tuple(index for index in stored.leaving if index in workers)
+    return Roster(
+        stored.wanted, stored.next_incarnation, dict(sorted(workers.items())), spares=stored.spares,
+        surge=stored.surge, leaving=leaving,
+    )  # fmt: skip
 
 
 def to_status(roster: Roster) -> api.Roster:
@@ -109,7 +121,12 @@ def to_status(roster: Roster) -> api.Roster:
         for first, last, worker in _ranges(roster.workers)
     )
     return api.Roster(
-        wanted=roster.wanted, spares=roster.spares, next_incarnation=roster.next_incarnation, workers=ranges
+        wanted=roster.wanted,
+        spares=roster.spares,
+        surge=roster.surge,
+        leaving=roster.leaving,
+        next_incarnation=roster.next_incarnation,
+        workers=ranges,
     )
 
 
@@ -159,13 +176,16 @@ def successor(
     *,
     replaced: bool = True,
     spares: int = 0,
+    surge: int = 0,
+    leaving: Collection[int] = (),
     members: Collection[int] = (),
+    due: Collection[int] = (),
 ) -> Roster:
-    """The roster for `wanted` workers and `spares`, with the lost ones `replaced` or left out.
+    """The roster for `wanted` workers, `spares` and `surge`, with the lost ones `replaced` or left out.
 
     A smaller roster loses its highest indices; a larger one gets the lowest free ones. Workers that were left out are
     created again only when one of the numbers changes. If there are spares, of the `members` of the round only
-    `wanted` stay: the round gets smaller only if a member leaves it.
+    `wanted` stay: the round gets smaller only if a member leaves it. Those that are `due` to leave go first.
     """
     if roster.replaces_all:
         if not lost and wanted == roster.wanted:
@@ -175,29 +195,35 @@ def successor(
             wanted,
             _unused_incarnation(snapshot, roster, _newest_incarnations(_pods_of_our_names(snapshot, roster))),
         )
-    workers: dict[int, Incarnation] = {}
-    for index, worker in roster.workers.items():
-        if index not in lost:
-            workers[index] = worker
-        elif replaced:
-            workers[index] = Incarnation(_incarnation_after(worker.number, roster))
-    workers = {index: workers[index] for index in _staying(workers, wanted, spares, members)}
+    beside = spares + surge
+    workers = {index: worker for index, worker in roster.workers.items() if index not in lost}
+    if replaced:
+        # Where others were created for their places, they are not needed again.
+        room = wanted + beside - len(workers) if roster.surge else len(lost)
+        again = [index for index in roster.workers if index in lost][: max(0, room)]
+        workers |= {index: Incarnation(_incarnation_after(roster.workers[index].number, roster)) for index in again}
+    workers = {index: workers[index] for index in _staying(workers, wanted, beside, members, due)}
     out = [
         _incarnation_after(worker.number, roster) for index, worker in roster.workers.items() if index not in workers
     ]
     following = max([roster.next_incarnation, *out])
-    if replaced or (wanted, spares) != (roster.wanted, roster.spares):
-        free = (index for index in count() if index not in workers)
-        added = [next(free) for _ in range(wanted + spares - len(workers))]
+    if replaced or (wanted, beside) != (roster.wanted, roster.beside):
+        # The agent of a worker that is leaving still trains, and one of the same index would push it out.
+        busy = {pod.index for pod in snapshot.pods if not pod.finished} if surge or roster.surge else set()
+        free = (index for index in count() if index not in workers and index not in busy)
+        added = [next(free) for _ in range(wanted + beside - len(workers))]
         workers.update({index: Incarnation(following) for index in added})
-    return Roster(wanted, following, dict(sorted(workers.items())), spares=spares)
+    staying = tuple(sorted(index for index in leaving if index in workers))
+    return Roster(wanted, following, dict(sorted(workers.items())), spares=spares, surge=surge, leaving=staying)
 
 
-def _staying(workers: Collection[int], wanted: int, spares: int, members: Collection[int]) -> list[int]:
+def _staying(
+    workers: Collection[int], wanted: int, beside: int, members: Collection[int], due: Collection[int]
+) -> list[int]:
     """The indices that stay if there are too many."""
-    training = [index for index in sorted(workers) if index in members][:wanted]
+    training = sorted((index for index in workers if index in members), key=lambda index: (index in due, index))
     others = [index for index in sorted(workers) if index not in members]
-    return sorted([*training, *others][: wanted + spares])
+    return sorted([*training[:wanted], *others][: wanted + beside])
 
 
 def with_started(roster: Roster, current: Mapping[int, WorkerPod]) -> Roster:

@@ -1,12 +1,15 @@
 """Decides what an agent does that is asked to stop while the others could train on. Pure.
 
-    asked: the others are told, training goes on -+-> enough stay: it leaves, at the end of a step if it can
+    asked: the others are told, training goes on -+-> as many go on: it leaves, at the end of a step if it can
+                                                  +-> fewer go on: it trains on until another agent can take its
+                                                  |   place, if the job has a publisher, and leaves
                                                   +-> too few stay: all save together and stop
 
 If a job is suspended, all its agents are asked to stop, within about a second. So it is not known at once how many
-stay. Waiting for that costs nothing, because all train meanwhile. Processes that speak with their agent are told to
-leave, and the other agents' processes go on. Processes that do not speak are sent the signal, which a script may
-handle.
+stay. Waiting for that costs nothing, because all train meanwhile. Nor does it cost anything to wait for a replacement
+(ADR 0063); but the time is that of the save, if none comes, so it is a third of the grace period. Processes that speak
+with their agent are told to leave, and the other agents' processes go on. Processes that do not speak are sent the
+signal, which a script may handle.
 
 Processes that speak answer a terminal's Ctrl-C as SIGTERM: they save. All others are sent SIGINT, as by torchrun, and
 have a few seconds to end. A second Ctrl-C kills all at once.
@@ -26,10 +29,11 @@ from everstep.agent.decide.state import Ending, Interrupt, Notice, SlotPhase, St
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT
 from everstep.membership.commands import Done, Drain, Stop, Withdraw
+from everstep.membership.draining import Staying
 from everstep.membership.world_state import Stopping
 
 QUIET_SECONDS = 1.0  # without another agent that is asked to stop; at most a tenth of the grace period
-NOTICE_SHARE = 1 / 3  # of the grace period; by then it must be known who stays
+NOTICE_SHARE = 1 / 3  # of the grace period; by then it must be known who stays, and who has a replacement
 QUIET_SHARE = 1 / 10
 INTERRUPT_SECONDS = 5.0  # from Ctrl-C until processes that do not speak are killed
 SAME_SECONDS = 0.5  # one Ctrl-C may come twice in this time: from the terminal, and passed on by a wrapper
@@ -94,7 +98,9 @@ def _leave_or_stop(state: State, enough: bool) -> Step:
     if state.ending is not None or not (enough and _is_in_place(state)):
         return _stop_all(state)
     if state.notice is not None:  # asked again: there may be less time than the grace period
-        return _go(state) if state.notice.count else (state, ())
+        if state.notice.count == 0:
+            return state, ()
+        return _go(state) if state.notice.others.suffices else _stop_all(state)
     grace = state.config.grace_seconds
     return replace(state, notice=Notice()), (
         Stop(state.config.agent),
@@ -107,11 +113,15 @@ def counted(state: State, world_state: Stopping) -> Step:
     """The store says how many members are asked to stop by now."""
     if state.notice is None or state.ending is not None:
         return state, ()
-    if not world_state.enough:
+    before, others = state.notice, world_state.others
+    replaced = world_state.replaced and state.keeps
+    if others is Staying.NOBODY or (others is Staying.FEW and not replaced):
         return _stop_all(state)
-    first = state.notice.count == 0
-    state = replace(state, notice=replace(state.notice, count=world_state.count))
-    return _listen(state) if first else (state, ())
+    notice = replace(before, count=world_state.count, others=others, replaced=replaced)
+    state = replace(state, notice=notice)
+    if before.count == 0 or (before.waits and before.count != notice.count):
+        return _listen(state)
+    return _go(state) if notice.waits and others is Staying.ALL else (state, ())
 
 
 def is_quiet(state: State) -> Step:
@@ -120,12 +130,21 @@ def is_quiet(state: State) -> Step:
         return state, ()
     if state.round is None or state.over or state.joining:
         return _uncounted(state), ()  # the next round gives a new count
-    return _go(state) if state.notice.count == state.notice.last_count else _listen(state)
+    if state.notice.count != state.notice.last_count:
+        return _listen(state)
+    if state.notice.others is Staying.ALL or not state.notice.replaced:
+        return _go(state)
+    return replace(state, notice=replace(state.notice, waits=True)), ()
 
 
 def is_late(state: State) -> Step:
     """The time has passed by which it must be known who stays."""
-    return _stop_all(state) if state.notice is not None and state.ending is None else (state, ())
+    if state.notice is None or state.ending is not None:
+        return state, ()
+    if state.notice.waits and state.notice.others is Staying.ENOUGH:
+        state, instructions = _go(state)
+        return state, (*instructions, Timer(state.config.grace_seconds * NOTICE_SHARE, Purpose.NOTICE))
+    return _stop_all(state)
 
 
 def left(state: State) -> Step:
@@ -184,12 +203,13 @@ def _stop(number: int) -> Ending:
 def _listen(state: State) -> Step:
     assert state.notice is not None
     seconds = min(QUIET_SECONDS, state.config.grace_seconds * QUIET_SHARE)
-    return replace(state, notice=replace(state.notice, last_count=state.notice.count)), (Timer(seconds, Purpose.QUIET),)
+    notice = replace(state.notice, last_count=state.notice.count, waits=False)
+    return replace(state, notice=notice), (Timer(seconds, Purpose.QUIET),)
 
 
 def _uncounted(state: State) -> State:
     assert state.notice is not None
-    return replace(state, notice=replace(state.notice, count=0))
+    return replace(state, notice=replace(state.notice, count=0, waits=False))
 
 
 def _is_in_place(state: State) -> bool:

@@ -1,4 +1,5 @@
-"""The commands about jobs: `everstep list`, `status`, `logs`, `events`, `scale`, `suspend`, `resume`, `delete`, `kill`.
+"""The commands about jobs: `everstep list`, `status`, `logs`, `events`, `scale`, `suspend`, `resume`, `migrate`,
+`delete`, `kill`.
 
 This module parses, asks a `source.Source`, and prints.
 """
@@ -41,6 +42,7 @@ EXPECTED = (JobError, Unreachable)
 WORD_SECONDS = 5.0  # of a wait at a terminal, from one line to the next
 WAIT_SECONDS = 600.0  # for workers to leave or to train again
 SHOWN_EVENTS = 12
+CANNOT_MOVE = "cannot be moved: "  # the operator's words, in the message of Ready
 
 Job = Annotated[str | None, typer.Argument(help="The job's name; without it the only local run.")]
 Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="A job on a cluster, in this namespace.")]
@@ -199,6 +201,14 @@ def _print_line(line: str, before: str = "", *, flush: bool) -> None:
         print(f"{before}{safe_line(part)}", flush=flush)
 
 
+def _pod(view: View, pod: str) -> str:
+    if pod not in {row.pod for row in view.workers}:
+        raise JobError(
+            f"{view.job} has no pod {pod}; it has {', '.join(row.pod for row in view.workers) or 'none yet'}"
+        )
+    return pod
+
+
 def _pods(
     view: View, worker: str | None, *, failed: bool = False, every: bool = False, rank: int | None = None
 ) -> list[str]:
@@ -314,6 +324,36 @@ def _wait(source: Source, job: str, what: str, done: Callable[[View], bool], *, 
 
 
 @app.command()
+def migrate(
+    job: Annotated[str | None, typer.Argument(help="The job, or one of its pods.")] = None,
+    worker: Annotated[str | None, typer.Argument(metavar="[WORKER]", help="The worker: 0, or w0.")] = None,
+    wait: Wait = True,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Move a worker to another node without a lost step: another worker starts first, and takes its place."""
+    where = Where(namespace, context, kubeconfig)
+    source, name, worker, pod = pick_worker(job, worker, where, changes=True)
+    if pod is None and worker is None:
+        raise JobError("give the job and its worker: everstep migrate JOB WORKER")
+    view = source.view(name)
+    chosen = _pod(view, pod) if pod is not None else _pods(view, worker)[0]
+    source.migrate(name, chosen)
+    if wait:
+        what = f"another worker has the place of {chosen}"
+        _wait(source, name, what, lambda _: _has_moved(source.view(name), chosen))
+    say(f"{name}: {chosen} {'moved' if wait else 'to be moved'} ({source.title})")
+
+
+def _has_moved(view: View, pod: str) -> bool:
+    """Whether the pod has left. Raises `JobError` if the operator says that it cannot."""
+    if CANNOT_MOVE in view.message:
+        raise JobError(f"{view.job}: {view.message}")
+    return all(row.pod != pod for row in view.workers)
+
+
+@app.command()
 def delete(
     job: Annotated[str, typer.Argument(help="The job's name.")],
     namespace: Namespace = None,
@@ -348,9 +388,5 @@ def kill(
         say(source.disturb(name, "kill-operator"))
     else:
         view = source.view(name)
-        if pod is not None and pod not in {row.pod for row in view.workers}:
-            raise JobError(
-                f"{name} has no pod {pod}; it has {', '.join(row.pod for row in view.workers) or 'none yet'}"
-            )
-        chosen = pod if pod is not None else _pods(view, worker)[0]
+        chosen = _pod(view, pod) if pod is not None else _pods(view, worker)[0]
         say(f"{source.kill(name, chosen, delete=graceful)} ({source.title})")

@@ -269,6 +269,12 @@ class StepCoordinator:
             with _exit_codes():
                 self._begin_save(self._schedule)
 
+    def commit(self) -> None:
+        """Commit the present state, unless it is committed, and wait for it. Collective."""
+        with _exit_codes():
+            if self._schedule is not None and not self._save_now(lambda: None):
+                log.warning("step %d could not be committed: an older commit is restored", self.step)
+
     def _begin_save(self, schedule: SaveSchedule) -> None:
         if self._structure is not None:
             self._structure.check(self.step)
