@@ -61,21 +61,14 @@ def iterator_in_c() -> Step:
 
 
 def variable_of_a_task() -> Step:
-    loop = asyncio.new_event_loop()
-
     async def work() -> None:
         ticks = 0
         while True:
             ticks += 1
             await asyncio.sleep(0)
 
-    task = loop.create_task(work())
-
-    def step() -> None:
-        assert not task.done()
-        loop.run_until_complete(asyncio.sleep(0))
-
-    return step
+    task = work()
+    return lambda: task.send(None)
 
 
 def variable_of_a_thread() -> Step:

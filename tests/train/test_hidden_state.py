@@ -465,6 +465,10 @@ ROWS: dict[str, Callable[[], Row]] = {
     "Queue": held(queue.Queue, lambda x: x.put(1), "x.queue"),
     "LifoQueue": held(queue.LifoQueue, lambda x: x.put(1), "x.queue"),
     "PriorityQueue": held(queue.PriorityQueue, lambda x: x.put(1), "x.queue"),
+    "number by an address": held(lambda: {id(MODULE): 0}, lambda x: x.update({id(MODULE): 1}), "x[id 0]"),
+    "tensor by an address": held(lambda: {id(MODULE): torch.zeros(2)}, lambda x: x[id(MODULE)].add_(1), "x"),
+    "numbers by many addresses": held(
+        lambda: {2**46 + i: 0 for i in range(40)}, lambda x: x.update({2**46 + 7: 1}), "x"),
     "SimpleQueue": held(taken_from, lambda x: x.put(1), "x.queue"),
     "number of a tracked module of TorchScript": functools.partial(compiled, True, "net.0.gain"),
     "list of a module of TorchScript": functools.partial(compiled, False, "net.0.seen"),
@@ -568,6 +572,20 @@ def test_global_that_a_local_hides_is_read_and_so_is_a_private_one() -> None:
     assert {name: found[name] for name in names if name in found} == {
         "model": "'another'", "count": "7", "train.count": "7", "__private": "1",
     }  # fmt: skip
+
+
+def test_addresses_are_no_part_of_a_name_or_a_digest() -> None:
+    def at(address: int) -> dict[str, Any]:
+        addresses = [address + 16 * i for i in range(20)]
+        return {
+            "counts": dict.fromkeys(addresses, 1), "few": {addresses[0]: [1], "b": 2}, "seen": set(addresses),
+            "shadow": {one: torch.ones(2) for one in addresses}, "hashed": {-(2**50) - address: 1},
+        }  # fmt: skip
+
+    here, there = read(at(2**46), {}), read(at(2**45), {})
+    assert here == there
+    assert here["few[id 0][0]"] == "1"
+    assert read(at(2**46) | {"seen": {2**46}}, {}) != here
 
 
 def test_object_of_a_library_that_cannot_be_read_is_named_once_and_harmless_ones_are_not() -> None:

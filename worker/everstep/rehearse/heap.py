@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from everstep.rehearse.begun_anew import Heap
-from everstep.train.guards.containers import MISSING, VIEWS, as_container, as_plain, length_of
+from everstep.train.guards.containers import MISSING, VIEWS, as_container, as_plain, length_of, steady_key
 from everstep.train.guards.contents import DIGEST, STATEFUL, Beyond, Contents, is_iterator
 from everstep.train.guards.elsewhere import named_by_script
 from everstep.train.guards.holders import not_read, parts_of_holder
@@ -161,7 +161,7 @@ class _Reading:
             pairs = list(islice(inner.items() if isinstance(inner, dict) else enumerate(inner), FEW + 1))
             named = length <= FEW and not issubclass(kind, _UNORDERED) and all(as_plain(key) is key for key, _ in pairs)
             self.texts[name].append(f"{length} elements{'' if named or not by_script else self._digest(name, value)}")
-            parts = [(f"[{key!r}]", part) for key, part in pairs] if named else []
+            parts = [(f"[{steady_key(key, i)!r}]", part) for i, (key, part) in enumerate(pairs)] if named else []
         elif issubclass(kind, torch.Tensor | np.ndarray):
             if by_script and not _is_result(value):
                 self.texts[name].append(f"{kind.__name__}{self._digest(name, value)}")

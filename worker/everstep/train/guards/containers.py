@@ -9,6 +9,7 @@ import enum
 import gc
 import types
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -32,6 +33,24 @@ def as_plain(value: Any) -> Any:
         return value
     exact = next((read for base, read in _EXACT.items() if issubclass(kind, base)), None)
     return MISSING if exact is None or issubclass(kind, enum.Enum) else exact(value)
+
+
+ADDRESSES = 2**32  # numbers beyond that are addresses, as `id` gives them, or hashes
+
+
+@dataclass(frozen=True, slots=True)
+class Nth:
+    """In place of a key that is an address, of which each process has others: which key it is."""
+
+    index: int
+
+    def __repr__(self) -> str:
+        return f"id {self.index}"
+
+
+def steady_key(key: Any, index: int) -> Any:
+    """A key of a dictionary as another process has it, too."""
+    return Nth(index) if type(key) is int and abs(key) >= ADDRESSES else key
 
 
 def _base(kind: type) -> Any:

@@ -33,7 +33,7 @@ import xxhash
 from torch.nn.parameter import is_lazy
 
 from everstep.recovery import digests
-from everstep.train.guards.containers import MISSING, PLAIN, VIEWS, as_container, as_plain, length_of
+from everstep.train.guards.containers import MISSING, PLAIN, VIEWS, as_container, as_plain, length_of, steady_key
 from everstep.train.guards.holders import parts_of_holder
 from everstep.train.guards.script_objects import (
     PREFIXES,
@@ -165,9 +165,11 @@ class Contents:
             if issubclass(kind, OrderedDict):
                 return b"", [list(inner.items()), own], []
             if isinstance(inner, dict):
-                return b"", own, list(inner.items())
+                pairs = list(inner.items())
+                has_numbers = int in set(map(type, inner))
+                return b"", own, [(_steady(key, i), v) for i, (key, v) in enumerate(pairs)] if has_numbers else pairs
             if isinstance(inner, set | frozenset):
-                return b"", own, list(inner)
+                return b"", own, [_steady(part, 0) for part in inner]
             elements = inner if isinstance(inner, list) else list(inner)
             return b"", [elements, own] if own else elements, []
         if issubclass(kind, enum.Enum):
@@ -236,6 +238,12 @@ def bound_to(function: Any) -> Any:
     """The object of which a method is; None for another function."""
     owner = getattr(function, "__self__", None)
     return None if isinstance(owner, types.ModuleType) else owner
+
+
+def _steady(key: Any, index: int) -> Any:
+    """A text in place of a key that is an address."""
+    steady = steady_key(key, index)
+    return key if steady is key else repr(steady)
 
 
 def _first(pair: Any) -> Any:

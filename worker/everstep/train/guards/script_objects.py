@@ -39,7 +39,7 @@ from everstep.torch_private.modules import (
     unsaved_of,
 )
 from everstep.torch_private.tensors import hooks_of
-from everstep.train.guards.containers import MISSING, as_container, as_plain
+from everstep.train.guards.containers import MISSING, Nth, as_container, as_plain, steady_key
 from everstep.train.guards.holders import parts_of_holder
 
 VISITS = 20_000
@@ -238,10 +238,11 @@ def _elements(container: Any) -> list[tuple[Any, Any]]:
     """The first elements of one of Python's own containers, with their keys or positions: of tensors and modules many,
     of plain ones a few, where the script would write them so."""
     pairs = list(islice(container.items() if isinstance(container, dict) else enumerate(container), WIDE))
+    pairs = [(steady_key(key, i), value) for i, (key, value) in enumerate(pairs)]
     first = [value for _, value in pairs[:8]]
     if all(isinstance(value, _PLAIN) for value in first):
         is_written = isinstance(container, dict | list | tuple)
-        return [(key, value) for key, value in pairs[:FEW] if is_written and as_plain(key) is key]
+        return [(key, value) for key, value in pairs[:FEW] if is_written and (as_plain(key) is key or type(key) is Nth)]
     return pairs[: WIDE if any(isinstance(value, torch.Tensor | torch.nn.Module) for value in first) else NARROW]
 
 
