@@ -35,7 +35,7 @@ def as_plain(value: Any) -> Any:
     return MISSING if exact is None or issubclass(kind, enum.Enum) else exact(value)
 
 
-ADDRESSES = 2**32  # numbers beyond that are addresses, as `id` gives them, or hashes
+ADDRESSES = range(2**32, 2**64)  # numbers that are addresses, as `id` gives them, or hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Nth:
 
 def steady_key(key: Any, index: int) -> Any:
     """A key of a dictionary as another process has it, too."""
-    return Nth(index) if type(key) is int and abs(key) >= ADDRESSES else key
+    return Nth(index) if type(key) is int and abs(key) in ADDRESSES else key
 
 
 def _base(kind: type) -> Any:
