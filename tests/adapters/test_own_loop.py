@@ -212,7 +212,14 @@ REFUSED = {
     "break": (
         BACKWARD,
         BACKWARD + "            break\n",
-        "the loop over the prepared loader was left before its end, by break",
+        "the loop over the prepared loader was left before its end, by break in line 54: the rest of the epoch would "
+        "not be trained. To stop early, decide it",
+    ),
+    "early stopping": (
+        BACKWARD,
+        BACKWARD + "            if accelerator.check_trigger():\n                break\n",
+        "around the body of the loop. The break in line 55 would be refused too. To stop early, decide it by a value "
+        "that is the same on all ranks",
     ),
     "train": (
         "        model.train()\n",

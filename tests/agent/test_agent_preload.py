@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from everstep.agent.arguments import MODULES, read
 from everstep.agent.preload import LATE, MOST_BYTES, MOST_NAMES, preloaded
+from everstep.agent.processes import client
 
 
 def script(folder: Path, text: str, name: str = "train.py") -> str:
@@ -145,3 +147,21 @@ def test_real_libraries_are_imported_before_the_scripts_first_line(tmp_path: Pat
     )  # fmt: skip
     assert f"there: {' '.join(sorted(LIBRARIES.values()))}\n" in done.stdout, done.stdout + done.stderr
     assert "it is imported in each process instead" not in done.stderr
+
+
+def test_fork_server_whose_imports_take_too_long_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, "import time\ntime.sleep(60)\n", "slow_library.py")
+    monkeypatch.setattr(client, "START_SECONDS", 0.5)
+
+    async def fork() -> None:
+        server = client.ForkServer(["slow_library"], os.environ | {"PYTHONPATH": str(tmp_path)}, lambda pid, code: None)
+        try:
+            await server.fork({"kind": "program"})
+        finally:
+            monkeypatch.setattr(client, "CLOSE_SECONDS", 0.1)
+            await server.close()
+
+    with pytest.raises(client.ForkServerError, match=r"in 0\.5 s: .*\(slow_library\).*EVERSTEP_PRELOAD=torch"):
+        asyncio.run(fork())

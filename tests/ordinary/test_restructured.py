@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(360)
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to-restructure.md"
 PRELOAD = "accelerate,accelerate.data_loader,everstep.train.adapters.accelerate"
-ACCELERATE = "The number of processes with Accelerate"
+ACCELERATE = {"The number of processes with Accelerate": 12, "Early stopping with Accelerate": 12}  # steps in all
 KILLS = {
     "Hidden state of each rank": ("5:backward", "6:optimizer"),
     "Environments": ("5:backward", "6:optimizer"),
@@ -33,7 +33,8 @@ FOUND = {
     "A batch that is fetched a step early": "waiting|model",
     "A while loop with its evaluation on top": r"run\.evaluate\(fn, every=N\)",
     "A script's own resume": "first",
-    ACCELERATE: "seen",
+    "The number of processes with Accelerate": "seen",
+    "Early stopping with Accelerate": r"check_trigger\(…\) \(train\.py:\d+\) is in the body.*The break in line \d+",
 }
 
 
@@ -46,7 +47,7 @@ def rehearse(folder: Path, script: str) -> list[str]:
 
 def test_every_section_of_the_page_is_run() -> None:
     text = PAGE.read_text()
-    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [*KILLS, ACCELERATE] == list(FOUND)
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [*KILLS, *ACCELERATE] == list(FOUND)
     others = ("how-to-convert.md", "reference/session.md", "reference/session-tracking.md")
     shown = text + "".join((PAGE.parent / name).read_text() for name in others)
     assert [change for change in SMALLER if change not in shown] == []
@@ -61,9 +62,10 @@ def test_after_whose_rank_is_killed_ends_as_undisturbed(title: str, tmp_path: Pa
 
 
 @pytest.mark.long
-def test_after_with_accelerate_whose_rank_is_killed_ends_as_undisturbed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("title", ACCELERATE)
+def test_after_with_accelerate_whose_rank_is_killed_ends_as_undisturbed(title: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    _, text = blocks(PAGE, ACCELERATE)
+    _, text = blocks(PAGE, title)
     script.write_text(text)
     played = {
         kill: play(tmp_path / name, HERE / "loop_driver.py", tmp_path / name, script, kill, preload=PRELOAD)
@@ -71,7 +73,7 @@ def test_after_with_accelerate_whose_rank_is_killed_ends_as_undisturbed(tmp_path
     }
     for one in played.values():
         assert one.code == 0, one.output[-4000:]
-        assert [found["step"] for found in one.found] == [12] * SIZE
+        assert [found["step"] for found in one.found] == [ACCELERATE[title]] * SIZE
     assert (tmp_path / "killed" / "killed").exists()
     for found, wanted in zip(played["5:backward"].found, played["-"].found, strict=True):
         assert differing(found, wanted) == []

@@ -73,15 +73,20 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.long
 def test_counter_of_an_own_class_is_found_with_its_name_and_its_step(folder: Path) -> None:
-    code, report, shown = rehearse(
-        folder, "--steps", "30", "--kill", "rank,all", before=COUNTER,
-        weight="(2.0 if k.n >= 20 else 1.0)", behind="k = Count(k.n + 1)",
+    text = SCRIPT.format(
+        before=COUNTER, tracked=OPTIMIZER, weight="(2.0 if k.n >= 20 else 1.0)", behind="k = Count(k.n + 1)",
+        commits=folder.parent / "real-commits",
     )  # fmt: skip
-    assert code == 1
-    (found,) = [f for f in report["findings"] if f["certain"]]
+    (folder / "train.py").write_text(text)
+    done = play(folder, "--steps", "30", "--kill", "rank,all", seconds=300, report="report.json")
+    report, shown = done.report, done.shown
+    assert done.code == 1
+    lines = [line for line in done.errors.splitlines() if line.startswith(("FOUND (one rank killed", "all ranks"))]
+    assert [line.partition(" ")[0] for line in lines] == ["FOUND", "all"], "it is shown before the next run is over"
+    refused, found = sorted((f for f in report["findings"] if f["certain"]), key=lambda f: str(f["kind"]))
+    assert (refused["kind"], refused["runs"]) == ("refused", ["one rank killed, 5 times"])
     assert (found["kind"], found["step"]) == ("tracked", 21)
     assert {"k.n", "model", "optimizer"} <= set(found["names"])
-    assert len(found["runs"]) == 2
     assert "k.n is" in shown.replace("\n", " ")
     assert "model, optimizer differ" in shown.replace("\n", " ")
 
@@ -128,9 +133,23 @@ def test_training_by_the_order_of_a_set_is_found_unless_the_hash_seed_is_fixed(
 @pytest.mark.long
 def test_script_whose_calm_runs_differ_can_be_judged_by_no_kill(folder: Path) -> None:
     draws = "import os\ntorch.manual_seed(0)\nnoise = int.from_bytes(os.urandom(2), 'big')"
-    code, report, _ = rehearse(folder, "--steps", "12", "--kill", "rank", before=draws, weight="(1 + noise / 1000)")
+    code, report, shown = rehearse(folder, "--steps", "12", "--kill", "rank", before=draws, weight="(1 + noise / 1000)")
     assert code == 1
     assert next(f["kind"] for f in report["findings"] if f["certain"]) in ("chance", "refused")
+    assert [run["name"] for run in report["runs"]] in (["calm"], ["calm", "again"]), "the others would prove nothing"
+    if len(report["runs"]) == 2:
+        assert "no run with a loss was made, because two calm ones differ already: mend that first" in shown
+
+
+@pytest.mark.long
+def test_limit_counts_from_the_first_step_and_what_was_before_it_apart(folder: Path) -> None:
+    """Together both take longer than --limit."""
+    before = "import time\ntime.sleep(24)\ntorch.manual_seed(0)"
+    code, report, _ = rehearse(
+        folder, "--ranks", "2", "--steps", "12", "--kill", "", "--limit", "35", before=before, behind="time.sleep(1.3)"
+    )
+    assert (code, report["findings"]) == (0, [])
+    assert all(run["seconds"] > 35 for run in report["runs"])
 
 
 @pytest.mark.long

@@ -48,7 +48,7 @@ def rehearse(
         str, typer.Option(help="What is lost: rank, all, size, store; with commas between them.")
     ] = "rank,all,size",
     at: Annotated[str, typer.Option(help="auto, or kills of your own: 1@12:backward,0+1+2@20:begin.")] = "auto",
-    limit: Annotated[float, typer.Option(min=10, help="Seconds that one run may take.")] = 300,
+    limit: Annotated[float, typer.Option(min=10, help="Seconds to a run's first step, and as many from there.")] = 300,
     json_: Annotated[Path | None, typer.Option("--json", help="Write the report there, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the report there, as a page of HTML.")] = None,
     strict: Annotated[bool, typer.Option(help="A warning fails the rehearsal too.")] = False,
@@ -218,9 +218,12 @@ def _play(player: Player, first: Scenario, rest: Callable[[Played], list[Scenari
             try:
                 for run in pool.map(play, further):
                     ended(run)
-                    if run.proves_nothing:
-                        player.stop()  # the others would be as slow
+                    if run.proves_nothing or compare.differs_from_itself(runs):
+                        player.stop()  # the others would be as slow, or could be compared with nothing
                         break
+                    for finding in compare.find(runs):
+                        if finding.certain and finding.scenarios == (run.scenario.title,):
+                            bar.console.print(cell(f"FOUND ({run.scenario.title}): {finding.text}"), soft_wrap=True)
             except BaseException:
                 player.stop()  # else Ctrl-C would wait for the runs in progress
                 raise
@@ -253,6 +256,8 @@ def _show(script: Path, runs: list[Played], findings: list[Finding], seconds: fl
         say(f"\ncarried by the loop and not tracked{harmless}: {carried}")
     if not end and runs[-1].proves_nothing:
         end = "no further run was made, because the machine was too slow"
+    elif not end and compare.differs_from_itself(runs):
+        end = "no run with a loss was made, because two calm ones differ already: mend that first"
     elif not end and len(runs) == 1:
         end = "no other run was made, because the calm one came to nothing"
     counts = f"{certain_count} found, {len(findings) - certain_count} warnings, in {seconds:.0f} s"

@@ -308,6 +308,8 @@ def _ended(run: Played) -> Finding | None:
         return Finding(Kind.SLOW, title, text, run.last)
     if run.hung:
         text = f"did not come to its end within --limit: its last completed step is {run.last}"
+        if run.last == 0:
+            text = "completed no step within --limit: if it imports or builds for longer than that, pass a longer one"
         return Finding(Kind.ENDED, title, text, run.last)
     if run.code:
         text = f"exit code {run.code}: {_last_line(run)}{_at(run)}"
@@ -417,6 +419,18 @@ def _twice_calm(calm: Played, again: Played) -> tuple[Played, frozenset[str], Fi
 def differs_by_chance(calm: Played, again: Played) -> bool:
     """Whether what is trained differs between two calm runs."""
     return again.scenario.name == AGAIN and not again.code and _chance(calm, again)[1] is not None
+
+
+def differs_from_itself(runs: list[Played]) -> bool:
+    """Whether two calm runs are all that was made, and did not come to the same, with one hash seed either."""
+    if len(runs) != 2 or runs[1].scenario.name != AGAIN:
+        return False
+    calm, again = runs
+    if (problem := _ended(again)) is not None:
+        return problem.certain
+    if not differs_by_chance(calm, again):
+        return False
+    return again.alike is None or bool(again.alike.code) or differs_by_chance(calm, again.alike)
 
 
 def _of_order(finding: Finding) -> Finding:

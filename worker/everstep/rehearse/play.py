@@ -123,7 +123,10 @@ class Player:
         self._environ = {name: value for name, value in os.environ.items() if not name.startswith("EVERSTEP_")}
         self._environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         # The agent looks for slow imports in the program that it starts, and that is `entry.py`.
-        self._modules = (*MODULES.split(","), *preloaded(command[0]))
+        named = os.environ.get(PRELOAD)
+        self._modules = tuple(
+            filter(None, named.split(",")) if named is not None else (*MODULES.split(","), *preloaded(command[0]))
+        )
         self._agents = self._agents_of(FIRST_SEED)
         self._others: Agents | None = None  # which begin with another hash seed
 
@@ -234,17 +237,18 @@ class Player:
         script, *arguments = self._command
         if where is not None and Path(script).is_relative_to(Path.cwd()):
             script = str(where / Path(script).relative_to(Path.cwd()))  # what it writes beside itself stays there
-        began = time.monotonic()
         # Where all are killed and others begin, the agent would start new ones meanwhile.
         pause = LOOK_SECONDS if settings["away"] is None and settings["last"] else SHORT_LOOK_SECONDS
         if self._stopped.is_set():
             raise Stopped
         command = [*flags, str(ENTRY), script, *arguments]
         agent = agents.start(command, environ, place / "log", where or Path.cwd())
+        # The imports of the fork server are over. Until its first step a script may import and build for as long again.
+        counted_from = last_at = time.monotonic()
         change = settings["change"]
         living = change["size"] if change is not None else ranks
         rounds = RoundsLoss(place, agent.pid)
-        progressed, last, last_at = record.Progress(place), 0, began  # the newest step, and when it was seen first
+        progressed, last = record.Progress(place), 0  # the newest step; `last_at`: when it was seen first
         try:
             while True:
                 try:
@@ -252,7 +256,9 @@ class Player:
                 except subprocess.TimeoutExpired:
                     rounds.look()
                     done = progressed.look()
-                    last, last_at = (done, time.monotonic()) if done > last else (last, last_at)
+                    if done > last:
+                        counted_from = counted_from if last else time.monotonic()
+                        last, last_at = done, time.monotonic()
                     progress(done)
                 if self._stopped.is_set():
                     raise Stopped
@@ -261,7 +267,7 @@ class Player:
                     return 0, False, False
                 if errors.look():
                     return 1, False, False
-                if (now := time.monotonic()) > began + self._limit:
+                if (now := time.monotonic()) > counted_from + self._limit:
                     made_steps = last > 0 and now - last_at < self._limit * MAKES_STEPS
                     return 1, True, made_steps or is_starved(agent.pid)
         finally:

@@ -84,7 +84,11 @@ class ForkServer:
         try:
             return await asyncio.wait_for(answer, START_SECONDS)
         except TimeoutError:
-            raise ForkServerError(f"the fork server did not fork a process in {START_SECONDS:g} s") from None
+            raise ForkServerError(
+                f"the fork server did not fork a process in {START_SECONDS:g} s: the machine is too busy, or what it "
+                f"imports once for all processes takes longer ({self._modules}). Give it more processors, or set "
+                "EVERSTEP_PRELOAD to fewer modules, such as EVERSTEP_PRELOAD=torch: then each process imports the rest"
+            ) from None
 
     def signal(self, pid: int, number: int, *, group: bool = True) -> None:
         """Send a signal to the process, and with `group` to its process group. Does nothing if it has ended."""
