@@ -71,7 +71,7 @@ class OwnLoop:
         self._accumulates = False  # whether `with accelerator.accumulate(…)` is entered
         self._entered = self._weighted = self._stepped = 0
         self._left = False  # whether the script has left its loop early
-        self._asked_at = "", 0  # the script's file and line that asks for the batches
+        self._loop_at = "", 0  # the script's file and line that asks for the batches
         self._replaced = Replacements()
         self._replaced.put("backward", around(self._weighting), accelerator)
         self._replaced.put("accumulate", around(self._accumulating), accelerator)
@@ -90,7 +90,7 @@ class OwnLoop:
     def check_epoch(self) -> None:
         """Check the script at the end of its outer loop's body. Raises `LoopError` if it left the inner loop early."""
         if self._left:
-            breaks, calls = left_and_called(*self._asked_at)
+            breaks, calls = left_and_called(*self._loop_at)
             more = f". A collective in its body, of {calls}, would be refused too, outside of {_SCOPE}" if calls else ""
             raise LoopError(
                 f"the loop over the prepared loader was left before its end, by break{breaks and f' in {breaks}'}: the "
@@ -102,7 +102,7 @@ class OwnLoop:
         """The batches for the script's loop: the rest of the epoch. Steps in which a peer was lost come again."""
         self._left = True
         for frame in frames_that_ask(sys._getframe(1)):
-            self._asked_at = frame.f_code.co_filename, frame.f_lineno
+            self._loop_at = frame.f_code.co_filename, frame.f_lineno
         for step in self._session.steps():
             with step as given:
                 for batch in (given,) if isinstance(given, Batch) else given:
@@ -228,11 +228,11 @@ class OwnLoop:
     def _only_in_scope(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*arguments: Any, **named: Any) -> Any:
             if self.batch is not None and not self._accumulates:
-                asked, at = _script_call(sys._getframe(1), name)
-                breaks, _ = left_and_called(*self._asked_at)
+                called_name, at = _script_call(sys._getframe(1), name)
+                breaks, _ = left_and_called(*self._loop_at)
                 more = f". The break in {breaks} would be refused too. {_EARLY}" if breaks else ""
                 raise LoopError(
-                    f"accelerator.{asked}(…){at} is in the body of the loop over the prepared loader. If a peer "
+                    f"accelerator.{called_name}(…){at} is in the body of the loop over the prepared loader. If a peer "
                     f"is lost in it, the body ends with an error that Everstep cannot catch there. Write {_SCOPE} "
                     f"around the body of the loop{more}"
                 )
