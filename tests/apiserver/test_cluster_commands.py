@@ -173,6 +173,11 @@ def test_commands_that_change_a_job_change_that_job_alone(jobs: Jobs, call: Call
     assert jobs.get("mine")["spec"]["suspend"] is False
     assert jobs.get("yours")["spec"].get("replicas") != 3
     kept, ended = pod(jobs, "mine", 0), pod(jobs, "mine", 1)
+    assert call("migrate", "mine", "1", "--no-wait").startswith(f"mine: {ended} to be moved (namespace ")
+    call("migrate", kept, "--no-wait")
+    assert jobs.get("mine")["metadata"]["annotations"]["everstep.dev/migrate"] == f"{ended},{kept}"
+    with pytest.raises(JobError, match="mine has no worker 7"):
+        call("migrate", "mine", "7")
     assert call("kill", "mine", "1").startswith(f"pod {ended} deleted by force")
     assert call("kill", kept, "--delete").startswith(f"pod {kept} deleted (")
     call("delete", "mine")

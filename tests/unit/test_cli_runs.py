@@ -99,6 +99,22 @@ async def test_pod_that_several_runs_have_is_refused_and_killed_in_none() -> Non
         assert (await call("kill", "digits-w1-0")).output == "kill digits-w1-0 (local run digits)\n"
 
 
+async def test_migrate_returns_when_the_pod_has_left_or_with_the_reason_why_it_cannot() -> None:
+    run = Run("digits", 0, 1)
+
+    async def migrate(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        rows = tuple(row for row in run.view.workers if row.pod != request["pod"])
+        run.view = replace(run.view, workers=rows) if request["pod"] == "digits-w1-0" else run.view
+        yield {"done": f"migrate {request['pod']}"}
+
+    async with control.ControlServer("digits", {**run.handlers(), "migrate": migrate}):
+        assert (await call("migrate", "digits", "1")).output == "digits: digits-w1-0 moved (local run digits)\n"
+        run.view = replace(run.view, message="1/1 ready; worker 0 cannot be moved: its script does not use the session")
+        refused = await call("migrate", "digits", "0")
+        assert "cannot be moved: its script does not use the session" in str(refused.exception)
+        assert str((await call("migrate")).exception) == "give the job and its worker: everstep migrate JOB WORKER"
+
+
 async def test_pod_of_the_second_run_is_found_when_the_first_has_ended() -> None:
     first, second = Run("digits", 1), Run("digits", 1)
     async with control.ControlServer("digits", first.handlers()):
