@@ -18,7 +18,11 @@ def test_worker_of_a_job_of_a_fixed_size_moves_without_a_repeated_step(new_job: 
     job.ask_for(Asked.parse(["workers=2", "script=ledger", "steps=700", "pause=0.05", "every=100"]))
     job.until_step(20)
     moved, _ = job.pod_names()
-    job.inject(lambda: job.ask("migrate", pod=moved) and None)
+
+    def migrate() -> None:
+        job.ask("migrate", pod=moved)
+
+    job.inject(migrate)
     job.until_recovered()
     job.expect_rung("migrate")
     job.expect_repeated(0)
