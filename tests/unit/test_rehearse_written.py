@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from pickle import dumps
 
 import pytest
 import torch
@@ -116,3 +117,37 @@ def test_pickles_of_equal_values_are_equal_whatever_their_bytes(tmp_path: Path) 
     assert (tmp_path / "0" / "ckpt.pt").read_bytes() != (tmp_path / "1" / "ckpt.pt").read_bytes()
     assert differing_files(found[0], found[0], found[1]) == {}
     assert differing_files(found[0], found[0], found[2]) == {"ckpt.pt": "has other content"}
+
+
+class Net(torch.nn.Module):
+    """A class of the script's: whoever makes one of its pickle runs the script's code."""
+
+    def __init__(self, kind: str, weight: float) -> None:
+        super().__init__()
+        self.kind, self.copy = "adam", kind
+        self.weight = torch.nn.Parameter(torch.full((2,), weight))
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        raise AssertionError("it was made")
+
+
+class Meter:
+    def __init__(self, kind: str, mean: float) -> None:
+        self.kind, self.copy, self.mean = "adam", kind, mean
+
+    __setstate__ = Net.__setstate__
+
+
+@pytest.mark.parametrize(("kind", "save"), [(Net, torch.save), (Meter, lambda one, path: path.write_bytes(dumps(one)))])
+def test_whole_objects_are_equal_whatever_their_bytes(
+    tmp_path: Path, kind: Callable[[str, float], object], save: Callable[[object, Path], None]
+) -> None:
+    found = []
+    equal = "".join(["a", "dam"])
+    for i, one in enumerate((kind("adam", 1.0), kind(equal, 1.0), kind("sgd", 1.0), kind("adam", 2.0))):
+        (tmp_path / f"{i}").mkdir()
+        save(one, tmp_path / f"{i}" / "one.pt")
+        found.append(read_files(tmp_path / f"{i}", {"one.pt"}, tmp_path))
+    assert (tmp_path / "0" / "one.pt").read_bytes() != (tmp_path / "1" / "one.pt").read_bytes()
+    differences = [differing_files(found[0], found[0], here) for here in found]
+    assert differences == [{}, {}, {"one.pt": "has other content"}, {"one.pt": "has other content"}]
