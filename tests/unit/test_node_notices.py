@@ -12,14 +12,12 @@ from everstep_operator.kube.wire import Condition, Node, NodeSpec, NodeStatus, O
 
 def node(
     *taints: tuple[str, str],
-    cordoned: bool = False,
     conditions: tuple[tuple[str, str], ...] = (),
     leave: str | None = None,
 ) -> Node:
     return Node(
         metadata=ObjectMeta(name="n1", annotations={} if leave is None else {labels.LEAVE: leave}),
         spec=NodeSpec(
-            unschedulable=cordoned,
             taints=tuple(Taint(key=key, value=value, effect="NoSchedule") for key, value in taints),
         ),
         status=NodeStatus(
@@ -32,15 +30,15 @@ def node(
     ("seen", "why"),
     [
         (node(), None),
-        (node(cordoned=True), "is cordoned"),
         (node(("ToBeDeletedByClusterAutoscaler", "1796050245")), "is removed by the cluster's autoscaler"),
-        (node(("karpenter.sh/disrupted", ""), cordoned=True), "is removed by Karpenter"),
+        (node(("karpenter.sh/disrupted", "")), "is removed by Karpenter"),
         (node(("aws-node-termination-handler/spot-itn", "x")), "is a spot node that is taken back"),
         (node(("everstep.dev/leave", "rack-4")), "is marked to leave (rack-4)"),
         (node(("everstep.dev/leave", "")), "is marked to leave"),
         (node(leave="rack 4\nis moved " + "x" * 200), "is marked to leave (rack 4 is moved " + "x" * 84 + ")"),
         (node(conditions=(("VMEventScheduled", "True"),)), "has a maintenance event"),
         (node(conditions=(("VMEventScheduled", "False"),)), None),
+        (node(("node.kubernetes.io/unschedulable", "")), None),  # it is cordoned: what runs there may stay
         # Pressure, failures, and nodes that are kept for others: nobody says that the node is about to go.
         (node(("node.kubernetes.io/memory-pressure", "")), None),
         (node(("node.kubernetes.io/unreachable", "")), None),

@@ -191,6 +191,8 @@ def test_shared_memory_of_a_worker_is_as_large_as_its_memory() -> None:
     volumes = {v["name"]: v for v in body["spec"]["volumes"]}
     assert volumes["everstep-shm"] == {"name": "everstep-shm", "emptyDir": {"medium": "Memory"}}
     assert {"name": "everstep-shm", "mountPath": "/dev/shm"} in container(body)["volumeMounts"]
+    may_be_lost = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
+    assert body["metadata"]["annotations"][may_be_lost] == "everstep-shm"
 
 
 @pytest.mark.parametrize("own", ["a volume", "the node's"])

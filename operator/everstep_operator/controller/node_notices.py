@@ -1,8 +1,8 @@
 """Reads from a node whether its pods have to leave soon, and why. Pure.
 
-There is no one field for that. People and drains cordon a node; autoscalers, and programs that hear of a cloud's
-notice, set taints of their own. A node that is not ready is something else: its workers may be lost already
-(`plan.state.node_loss`).
+There is no one field for that: autoscalers, and programs that hear of a cloud's notice, set taints of their own. A
+cordoned node gets no new pods, and those that it has may stay: people cordon a node to look at what runs there. A node
+that is not ready is something else: its workers may be lost already (`plan.state.node_loss`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def leaving(node: Node) -> str | None:
     for condition in node.status.conditions:
         if condition.status == "True" and condition.type in CONDITIONS:
             return CONDITIONS[condition.type]
-    return "is cordoned" if node.spec.unschedulable else None
+    return None
 
 
 def _marked(why: str) -> str:

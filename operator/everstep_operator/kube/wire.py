@@ -128,7 +128,6 @@ class Taint(Wire, frozen=True, kw_only=True):
 
 
 class NodeSpec(Wire, frozen=True, kw_only=True):
-    unschedulable: bool = False
     taints: tuple[Taint, ...] = ()
 
 

@@ -148,7 +148,7 @@ class NodeHealth(StrEnum):
 @dataclass(frozen=True, slots=True)
 class NodeView:
     """A node that runs a pod of this job. `changed_at` is when its Ready condition last changed, and `reason` its
-    reason. `leaving`: why its pods have to leave soon, such as `is cordoned`; None if they may stay."""
+    reason. `leaving`: why its pods have to leave soon, such as `is removed by Karpenter`; None if they may stay."""
 
     name: str
     health: NodeHealth

@@ -376,8 +376,8 @@ class World:
     def do_node_gone(self, name: str) -> None:
         del self.nodes[name]
 
-    def do_node_leaves(self, name: str, why: str = "is cordoned") -> None:
-        """Its pods have to leave it; without words because it is cordoned."""
+    def do_node_leaves(self, name: str, why: str = "is removed by the cluster's autoscaler") -> None:
+        """Its pods have to leave it; without words because the autoscaler removes it."""
         self.nodes[name] = replace(self.nodes[name], leaving=why)
 
     def do_node_stays(self, name: str) -> None:

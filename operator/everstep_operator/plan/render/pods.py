@@ -23,6 +23,8 @@ from everstep_operator.plan.state import pod_hash
 
 TOKEN_DIR = "/var/run/secrets/everstep.dev"
 SHM_DIR = "/dev/shm"  # noqa: S108  # of the container, not of this machine
+# Older autoscalers keep a node for the sake of an emptyDir, unless its pod says that it may be lost.
+AUTOSCALER_LOSES = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
 TOKEN_SECONDS = 3600
 DEFAULT_GRACE_SECONDS = 30
 
@@ -99,7 +101,7 @@ def _pod(
     if (etcd := job.spec.rendezvous.etcd) is not None and etcd.secret_ref is not None:
         secret = {"name": ETCD_VOLUME, "secret": {"secretName": etcd.secret_ref.name}}
         _mount(spec, container, rendezvous.ETCD_DIR, secret)
-    _give_shared_memory(spec, container)
+    memory_is_ours = _give_shared_memory(spec, container)
     names_account = spec.get("serviceAccountName") or spec.get("serviceAccount")
     if spec.get("automountServiceAccountToken") is None and not names_account:
         spec["automountServiceAccountToken"] = False  # training needs no right of the namespace's account `default`
@@ -122,21 +124,26 @@ def _pod(
                 labels.INCARNATION: str(incarnation),
                 labels.SPEC_HASH: pod_hash.of_spec(job.spec),
             },
-            "annotations": {"kubectl.kubernetes.io/default-container": "worker", **(meta.get("annotations") or {})},
+            "annotations": {
+                "kubectl.kubernetes.io/default-container": "worker",
+                **({AUTOSCALER_LOSES: SHM_VOLUME} if memory_is_ours else {}),
+                **(meta.get("annotations") or {}),
+            },
             **({"finalizers": finalizers} if (finalizers := meta.get("finalizers")) else {}),
         },
         "spec": spec,
     }
 
 
-def _give_shared_memory(spec: dict[str, Any], container: dict[str, Any]) -> None:
-    """Let /dev/shm be as large as the worker's memory. A container runtime gives it 64 MiB: the workers of a DataLoader
-    end there with a bus error, and NCCL does not start. A template that mounts something there, or has its node's IPC,
-    keeps that."""
+def _give_shared_memory(spec: dict[str, Any], container: dict[str, Any]) -> bool:
+    """Let /dev/shm be as large as the worker's memory, and say whether that was done. A container runtime gives it
+    64 MiB: the workers of a DataLoader end there with a bus error, and NCCL does not start. A template that mounts
+    something there, or has its node's IPC, keeps that."""
     mounts = container.get("volumeMounts") or ()
     if spec.get("hostIPC") or any(str(mount.get("mountPath", "")).rstrip("/") == SHM_DIR for mount in mounts):
-        return
+        return False
     _mount(spec, container, SHM_DIR, {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}}, read_only=False)
+    return True
 
 
 def _mount(
