@@ -146,10 +146,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**OVER_ETCD, "elastic": {**ELASTIC, "shrinkAfterSeconds": 5, "regrow": False}},
         "spec.elastic.shrinkAfterSeconds needs regrow",
     ),
-    "pending_save_on_preemption": (
-        {"checkpoint": {"url": "s3://b/c", "onPreemption": True}},
-        "spec.checkpoint.onPreemption: true is not implemented",
-    ),
     "hang_fixed_over_c10d": (
         {"recovery.hang": {"mode": "Fixed", "timeoutSeconds": 60}, "rendezvous.backend": "c10d"},
         "spec.recovery.hang.mode Fixed needs",

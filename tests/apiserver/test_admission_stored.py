@@ -99,6 +99,7 @@ CHANGES_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "join_timeout": ({"rendezvous": {"joinTimeoutSeconds": 60}}, "spec.rendezvous"),
     "checkpoint_url": ({"checkpoint": {"url": "s3://bucket/other"}}, "spec.checkpoint.url"),
     "checkpoint_removed": ({"checkpoint": None}, "spec.checkpoint.url"),
+    "save_at_its_end": ({"checkpoint": {"onPreemption": True}}, "spec.checkpoint.onPreemption"),
     "processes": ({"processesPerReplica": 2}, "spec.processesPerReplica"),
     "processes_auto": ({"processesPerReplica": "auto"}, "spec.processesPerReplica"),
     "group_size": ({"elastic": {"minReplicas": 2, "maxReplicas": 2, "groupSize": 2}}, "spec.elastic.groupSize"),

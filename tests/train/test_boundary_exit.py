@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from everstep.recovery.group.in_flight import PeerLost
+from everstep.reporting.stop_signal import Preempted
 from everstep.train.coordination.step_coordinator import StepCoordinator
-from everstep.train.coordination.stop_signal import Preempted
 
 # Two ranks, forked from here so that torch is imported once. Each keeps the exception, as Python does until it has left
 # the program, and prints how many of gloo's threads live once the process groups are taken down.
@@ -22,7 +22,7 @@ import contextlib, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from everstep.train.coordination.step_coordinator import StepCoordinator
-from everstep.train.coordination.stop_signal import Preempted
+from everstep.reporting.stop_signal import Preempted
 
 def gloo_threads():
     found = 0

@@ -8,7 +8,7 @@ import sys
 ENDS = """
 import atexit, os, signal, subprocess
 from everstep.contract import env
-from everstep.train.coordination.stop_signal import StopSignal
+from everstep.reporting.stop_signal import StopSignal
 
 ask = os.kill
 

@@ -223,6 +223,15 @@ def test_checkpoint_settings_in_steps_are_given_instead_of_seconds() -> None:
     assert not [name for name in env if name.startswith("EVERSTEP_CHECKPOINT_KEEP_EVERY")]
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_save_at_the_end_of_a_pod_is_given_to_the_worker_if_it_is_wanted(wanted: bool) -> None:
+    body = pods.worker_pod(job(checkpoint={"url": "s3://b/p", "onPreemption": wanted}), 0, 1, 2, SETTINGS)
+    assert values(body).get("EVERSTEP_CHECKPOINT_ON_PREEMPTION") == ("1" if wanted else None)
+    without = job(checkpoint={"url": "s3://b/p"}).spec
+    changes = body["metadata"]["labels"]["everstep.dev/spec-hash"] != pod_hash.of_spec(without)
+    assert changes == wanted, "all ranks of a world have to agree on it"
+
+
 def test_what_is_kept_for_good_is_given_to_the_worker() -> None:
     wanted = {"url": "s3://b/p", "keepEverySteps": 1000, "keepEveryHours": 6}
     env = values(pods.worker_pod(job(checkpoint=wanted), 0, 1, 2, SETTINGS))

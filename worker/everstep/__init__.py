@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from everstep.data.sampler import ElasticSampler
     from everstep.recovery.errors import LoopError
     from everstep.reporting.report import report
+    from everstep.reporting.stop_signal import Preempted
     from everstep.storage.errors import StoreUnusable
-    from everstep.train.coordination.stop_signal import Preempted
     from everstep.train.session import Run, current, start
 
 __all__ = [
@@ -51,7 +51,7 @@ _HOME = {
     "ElasticSampler": "data.sampler",
     "Fenced": "checkpoint.errors",
     "LoopError": "recovery.errors",
-    "Preempted": "train.coordination.stop_signal",
+    "Preempted": "reporting.stop_signal",
     "RngState": "checkpoint.state.rng",
     "Run": "train.session",
     "StoreUnusable": "storage.errors",

@@ -17,7 +17,6 @@ import yaml
 from everstep.contract.labels import GROUP, KIND, PLURAL, VERSION
 from everstep_operator.api.base import INT32_MAX, ApiModel, Check
 from everstep_operator.api.immutable import IMMUTABLE
-from everstep_operator.api.pending import PENDING
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import MAX_NAME, TrainingJobSpec
 
@@ -101,7 +100,6 @@ def _root_schema() -> dict[str, Any]:
     spec = schema_of(TrainingJobSpec, defaults=True)
     spec["x-kubernetes-validations"] = [
         *spec["x-kubernetes-validations"],
-        *(check.as_crd() for check in PENDING),
         *(check.as_crd() for check in IMMUTABLE),
     ]
     return {

@@ -31,6 +31,11 @@ def _optional(field: str, parent: str = "") -> str:
 IMMUTABLE: tuple[Check, ...] = (
     _while_running(".rendezvous", "self.rendezvous == oldSelf.rendezvous"),
     _while_running(".checkpoint.url", _optional("url", "checkpoint")),
+    _while_running(  # with it should_save is a collective of all ranks in each step
+        ".checkpoint.onPreemption",
+        "(has(self.checkpoint) && self.checkpoint.onPreemption) == "
+        "(has(oldSelf.checkpoint) && oldSelf.checkpoint.onPreemption)",
+    ),
     _while_running(".processesPerReplica", "self.processesPerReplica == oldSelf.processesPerReplica"),
     _while_running(
         ".elastic.groupSize",

@@ -11,8 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from everstep_operator.api.base import SpecError, first_problem
-from everstep_operator.api.pending import refusal
+from everstep_operator.api.base import first_problem
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 
@@ -20,13 +19,9 @@ from everstep_operator.api.types import TrainingJobSpec
 def parse_spec(raw: Mapping[str, Any]) -> TrainingJobSpec:
     """The spec of a TrainingJob with its defaults. Raises SpecError, which names the field."""
     try:
-        spec = TrainingJobSpec.model_validate(without_nulls(raw))
+        return TrainingJobSpec.model_validate(without_nulls(raw))
     except ValidationError as e:
         raise first_problem("spec", e) from e
-    check = refusal(spec)
-    if check is not None:
-        raise SpecError(f"spec{check.field}", check.message)
-    return spec
 
 
 def parse_status(raw: Mapping[str, Any] | None) -> Status:

@@ -17,7 +17,6 @@ from everstep.contract.labels import API_VERSION, KIND
 from everstep_operator.api import meanings
 from everstep_operator.api.crd import COLUMNS, crd
 from everstep_operator.api.events import event_type
-from everstep_operator.api.pending import PENDING
 
 _BOUNDS = {
     "minimum": "≥ {}",
@@ -80,8 +79,7 @@ def _section(path: str, schema: dict[str, Any]) -> list[str]:
     lines += ["| field | type | default | bounds | meaning |", "|---|---|---|---|---|"]
     lines += [_row(name, child, required=name in required) for name, child in schema["properties"].items()]
     lines.append("")
-    pending = {check.message for check in PENDING}
-    rules = [rule["message"] for rule in schema.get("x-kubernetes-validations", ()) if rule["message"] not in pending]
+    rules = [rule["message"] for rule in schema.get("x-kubernetes-validations", ())]
     if rules:
         lines += ["Rules across its fields:", "", *(f"- {rule}" for rule in rules), ""]
     for child_path, child in _children(path, schema):
@@ -125,10 +123,6 @@ def render() -> str:
         "",
         # Markdown would take <job> for an element of HTML.
         *(f"- {rule['message'].replace('<', '&lt;')}" for rule in root["x-kubernetes-validations"]),
-        "",
-        "Not in this version, and refused:",
-        "",
-        *(f"- {check.message}" for check in PENDING),
         "",
         *_section("spec", root["properties"]["spec"]),
         *_section("status", root["properties"]["status"]),

@@ -204,7 +204,10 @@ class Checkpoint(ApiModel):
         default=None, description="Secret with the store's credentials; its keys become variables of the workers only."
     )
     on_preemption: Bool = Field(
-        default=False, description="Save inside the grace period when a pod is evicted or preempted."
+        default=False,
+        description="What a loop of the script's own with a Checkpointer does when a pod is asked to end (evicted, "
+        "preempted, or the job is suspended): all ranks save the same step, and end when it is committed. The session "
+        "and the adapters always do that.",
     )
 
     CHECKS: ClassVar[tuple[Check, ...]] = (

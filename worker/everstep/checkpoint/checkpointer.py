@@ -7,18 +7,19 @@ a process that was fenced never writes again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
-from everstep.checkpoint.errors import Fenced, NewerCommit, SaveFailed, SettingUnusable
+from everstep.checkpoint.errors import CheckpointError, Fenced, NewerCommit, SaveFailed, SettingUnusable
 from everstep.checkpoint.format.layout import save_id
 from everstep.checkpoint.format.manifest import CommitRecord
 from everstep.checkpoint.format.steps import check_order, lost_keys, named_commit, whole_step
-from everstep.checkpoint.handle import Events, Failed, SaveHandle
+from everstep.checkpoint.handle import Committed, Events, Failed, SaveHandle
 from everstep.checkpoint.keep import Keep, numbers
 from everstep.checkpoint.load.loading import Loader
 from everstep.checkpoint.load.selection import LoadReport, Selection
@@ -36,6 +37,8 @@ from everstep.checkpoint.save.policy import SavePolicy, Verdict
 from everstep.checkpoint.save.snapshot import Snapshots
 from everstep.checkpoint.save.writer import Writer
 from everstep.checkpoint.state.finite import Nonfinite
+from everstep.contract import exit_codes, termination
+from everstep.reporting.stop_signal import Preempted, StopSignal
 from everstep.storage import ObjectStore, RetryableError
 
 # --- lifetime
@@ -126,6 +129,12 @@ class Checkpointer:
       fails, and the commit before stays the latest. "mark": it is kept for those who look into it, and `restore` steps
       over it. "allow": nobody looks.
 
+    - `on_preemption`: what SIGTERM does (EVERSTEP_CHECKPOINT_ON_PREEMPTION=1). With True `should_save` says yes on all
+      ranks once any of them has got it, and the `save` that follows waits until its commit exists and ends the process
+      (`everstep.Preempted`, exit code 86). `should_save` has to be called after every step, and is a collective in
+      each. By default SIGTERM ends the process as if there were no Checkpointer. With a session it has no effect,
+      because the session does that itself.
+
     Raises `StoreUnusable` (exit code 85) at once or from `restore` if the store can never work, `Fenced` (exit code
     84) from any later call once a newer writer owns the log, `Occupied` from `restore` while another run lives on the
     URL, `StateMismatch` for a state that cannot be saved or does not fit. A save that fails raises nothing: see
@@ -149,9 +158,10 @@ class Checkpointer:
         peer_timeout: float = 300.0,
         max_loads: int | None = None,
         nonfinite: Nonfinite | None = None,
+        on_preemption: bool | None = None,
     ) -> None:
         settings = Settings.resolve(
-            os.environ, url, keep, every_seconds, every_steps, single_committer, max_loads, nonfinite
+            os.environ, url, keep, every_seconds, every_steps, single_committer, max_loads, nonfinite, on_preemption
         )
         self._settings = settings
         self._store = store if store is not None else opening.connect(settings, storage_options)
@@ -175,6 +185,8 @@ class Checkpointer:
         self._late_metrics = LateMetrics(self._store, settings.keep)
         self._last = -1  # the step that this run has saved or restored last
         self._by_session = False
+        self._stop = StopSignal()  # noted from the first `should_save` on, with `on_preemption`
+        self._stopping: Ranks | None = None  # one of these was asked to stop: the next save is the last one
         self._saving = threading.RLock()  # a handler of signals may save within a save
         self._life = Lifetime(self, self._store.url)
 
@@ -228,12 +240,19 @@ class Checkpointer:
         """
         step, now = whole_step(step), time.monotonic()
         self._loader.mark.alive(step, None if self._writer is None else self._writer.later)
-        if not self._policy.candidate(step):
+        if not (self._policy.candidate(step) or self._settings.on_preemption):
             return False
         ready = self._ready_again(step)
         if isinstance(ready, SaveFailed):
             return False
         writer, ranks = ready
+        if self._settings.on_preemption and not writer.fenced:
+            self._stop.install()
+            if ranks.maximum(int(self._stop.requested)):
+                self._stopping = ranks
+                return True
+            if not self._policy.candidate(step):
+                return False
         verdict = Verdict.FENCED if writer.fenced else self._policy.decide(step, now, busy=writer.busy)
         verdict = Verdict(ranks.from_first(bytes([verdict]))[0])
         if verdict is Verdict.FENCED:
@@ -257,7 +276,23 @@ class Checkpointer:
         next `save` raises `StateMismatch` on rank 0, with the keys that do.
         """
         with self._saving:
-            return self._save(whole_step(step), state, numbers(metrics))
+            handle = self._save(whole_step(step), state, numbers(metrics))
+        if self._stopping is not None:
+            self._end_preempted(handle, self._stopping)
+        return handle
+
+    def _end_preempted(self, handle: SaveHandle, ranks: Ranks) -> NoReturn:
+        """End this process when the last save is over, or the time for it is. Raises `Preempted`. Collective."""
+        committed = False
+        with contextlib.suppress(CheckpointError, TimeoutError):
+            committed = isinstance(handle.wait(self._stop.remaining()), Committed)
+        with contextlib.suppress(RuntimeError):  # a rank that is gone already
+            committed = ranks.from_first(bytes([committed])) == b"\x01"  # rank 0 commits
+        error = Preempted(handle.step, committed)
+        self._stop.answered()
+        termination.write(str(error), exit_codes.PREEMPTED, [])
+        logger.warning("%s", error)
+        raise error
 
     def _save(self, step: int, state: Mapping[str, Any], metrics: dict[str, float]) -> SaveHandle:
         check_order(step, self._last, self._store.url)

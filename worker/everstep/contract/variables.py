@@ -87,13 +87,14 @@ SET_BY_OPERATOR: dict[str, str] = {
     env.INCARNATION: "How many pods this worker had before.",
     env.ROUND: "Under `c10d`: the round of the pod. Under `everstep-run` the agent sets it for its processes, in each "
     "round anew.",
-    env.CHECKPOINT_URL: "`spec.checkpoint.url`; this and the next five are defaults of "
+    env.CHECKPOINT_URL: "`spec.checkpoint.url`; this and the next six are defaults of "
     "[the Checkpointer](checkpoint.md#settings).",
     env.CHECKPOINT_KEEP: "`spec.checkpoint.keep`.",
     env.CHECKPOINT_KEEP_EVERY_STEPS: "`spec.checkpoint.keepEverySteps`.",
     env.CHECKPOINT_KEEP_EVERY_HOURS: "`spec.checkpoint.keepEveryHours`.",
     env.CHECKPOINT_EVERY_SECONDS: "`spec.checkpoint.everySeconds`.",
     env.CHECKPOINT_EVERY_STEPS: "`spec.checkpoint.everySteps`.",
+    env.CHECKPOINT_ON_PREEMPTION: "1: `spec.checkpoint.onPreemption`.",
     env.REPORT_URL: "Where progress reports go.",
     env.TOKEN_FILE: "The file with the pod's token for them.",
     env.JOINED_FILE: "With `c10d` and `etcd`: the file that `everstep-run` writes for the start-up probe when it is in "

@@ -24,10 +24,10 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.state.randomness import STATE, Randomness, Rng
 from everstep.recovery.state.shape import Shape
 from everstep.recovery.state.switches import SWITCHES, Switches
+from everstep.reporting.stop_signal import Left, Preempted
 from everstep.train import early_exit, once, refused_end
 from everstep.train.between_steps import BetweenSteps
 from everstep.train.coordination.step_coordinator import StepCoordinator
-from everstep.train.coordination.stop_signal import Left, Preempted
 from everstep.train.evaluation import Evaluations
 from everstep.train.feeding.feed import Feed, feed_of
 from everstep.train.feeding.resharding import Resharding

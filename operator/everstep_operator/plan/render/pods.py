@@ -224,4 +224,6 @@ def _everstep(job: JobView, index: int, incarnation: int, settings: Settings) ->
             variables[env.CHECKPOINT_EVERY_SECONDS] = str(checkpoint.interval_seconds)
         if checkpoint.every_steps is not None:
             variables[env.CHECKPOINT_EVERY_STEPS] = str(checkpoint.every_steps)
+        if checkpoint.on_preemption:
+            variables[env.CHECKPOINT_ON_PREEMPTION] = "1"
     return variables

@@ -44,6 +44,8 @@ def of_spec(spec: TrainingJobSpec) -> str:
         made_from["processesPerReplica"] = spec.processes_per_replica
     if spec.checkpoint is not None:
         made_from["checkpoint.url"] = spec.checkpoint.url
+        if spec.checkpoint.on_preemption:
+            made_from["checkpoint.onPreemption"] = True
     if elastic is not None and elastic.group_size != 1:
         made_from["elastic.groupSize"] = elastic.group_size
     if spec.rendezvous.backend is RendezvousBackend.ETCD:

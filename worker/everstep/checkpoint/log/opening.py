@@ -226,6 +226,7 @@ class Settings:
     single_committer: bool
     max_loads: int
     nonfinite: Nonfinite
+    on_preemption: bool
 
     @classmethod
     def resolve(
@@ -238,6 +239,7 @@ class Settings:
         single_committer: bool | None,
         max_loads: int | None,
         nonfinite: str | None,
+        on_preemption: bool | None = None,
     ) -> Settings:
         """Raises `SettingUnusable` naming the argument or variable that is wrong."""
         url = text_of(url)
@@ -260,10 +262,9 @@ class Settings:
                 raise SettingUnusable(f"{name}={value!r}: a positive number is expected")
         rules = keep if isinstance(keep, Keep) else _rules(environ, int(last))
         if single_committer is None:
-            flag = environ.get(SINGLE_COMMITTER, "").lower()
-            if flag not in ("", "0", "false", "1", "true"):
-                raise SettingUnusable(f"{SINGLE_COMMITTER}={flag}: 1 or 0 is expected")
-            single_committer = flag in ("1", "true")
+            single_committer = _flag(environ, SINGLE_COMMITTER)
+        if on_preemption is None:
+            on_preemption = _flag(environ, env.CHECKPOINT_ON_PREEMPTION)
         if max_loads is None:
             given = _number(environ, MAX_LOADS, whole=True)
             max_loads = DEFAULT_LOADS if given is None else int(given)
@@ -274,8 +275,15 @@ class Settings:
             raise SettingUnusable(f"nonfinite={policy!r}: one of 'refuse', 'mark' and 'allow' is expected")
         return cls(
             url or environ.get(env.CHECKPOINT_URL, ""), rules, every_seconds, every_steps, single_committer,
-            max_loads, cast(Nonfinite, policy),
+            max_loads, cast(Nonfinite, policy), on_preemption,
         )  # fmt: skip
+
+
+def _flag(environ: Mapping[str, str], name: str) -> bool:
+    flag = environ.get(name, "").lower()
+    if flag not in ("", "0", "false", "1", "true"):
+        raise SettingUnusable(f"{name}={flag}: 1 or 0 is expected")
+    return flag in ("1", "true")
 
 
 def _rules(environ: Mapping[str, str], last: int) -> Keep:

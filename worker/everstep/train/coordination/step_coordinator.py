@@ -29,13 +29,13 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.group.collectives import gather_over, reduce_into
 from everstep.recovery.state import model_parts
 from everstep.reporting.report import Reporter, default_reporter
+from everstep.reporting.stop_signal import Left, Preempted, StopSignal
 from everstep.storage.errors import StoreUnusable
 from everstep.train.coordination import requests
 from everstep.train.coordination.group_shutdown import part
 from everstep.train.coordination.metrics import Metrics
 from everstep.train.coordination.save_schedule import SaveSchedule
 from everstep.train.coordination.step_agreement import StepAgreement, StepRequest, group_of_its_own
-from everstep.train.coordination.stop_signal import Left, Preempted, StopSignal
 from everstep.train.coordination.structure import StructureCheck
 
 log = logging.getLogger("everstep.train")

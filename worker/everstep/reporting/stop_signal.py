@@ -82,6 +82,11 @@ class StopSignal:
         usable = self._grace * (1 - MARGIN)
         return usable if self._at is None else max(0.0, usable - (time.monotonic() - self._at))
 
+    def install(self) -> None:
+        """Note SIGTERM from now on, for as long as this process lives."""
+        if not self._installed:
+            self.__enter__()
+
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._note)
