@@ -115,6 +115,7 @@ WHOLLY_LONG = {
     "run/test_run_elastic.py": RANK,
     "run/test_run_fixed.py": RANK,
     "run/test_run_instruments.py": RANK,
+    "run/test_run_migrate.py": "a minute; agent/test_agent_leaving.py has the agents, and transcripts the operator",
     "run/test_run_notebook.py": "run/test_run_client.py has what its cells call",
     "run/test_run_refusals.py": "agent/test_agent_launcher.py has each way in which a refusal leaves a script",
     "run/test_run_restarts.py": RANK,
