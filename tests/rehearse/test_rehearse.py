@@ -368,3 +368,45 @@ def test_what_cannot_be_rehearsed_is_refused_before_anything_runs(folder: Path, 
     done = play(folder, *options, seconds=60, reports=False)
     assert done.code == 2
     assert says in done.errors
+
+
+LEAVES_OUT = """
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(48, 4)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+with everstep.start("commits", every_steps=4) as run:
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    loader = run.loader(data, global_batch=12)
+
+    def evaluate():
+        with torch.no_grad():
+            model.module(x[:8]); model.module(x[8:16])
+
+    for epoch in run.epochs(loader, 5):
+        for step in run.steps():
+            with step as batch:
+                inputs, targets = batch.data
+                optimizer.zero_grad()
+                batch.scale(mse_loss(model(inputs), targets)).backward()
+                if step.number % 4 != 3:
+                    optimizer.step()
+                else:
+                    optimizer.zero_grad()
+        run.evaluate(evaluate)
+"""
+
+
+@pytest.mark.long
+def test_step_that_all_left_out_is_none_that_a_new_process_has_made(tmp_path: Path) -> None:
+    """A rank is lost in the evaluation behind it. The new one has made no step yet, so it has left none out."""
+    (tmp_path / "train.py").write_text(LEAVES_OUT)
+    done = play(tmp_path, "--steps", "12", "--kill", "rank", "--at", "1@8:evaluate", "--limit", "100", seconds=200)
+    assert (done.findings, done.code) == ([], 0), done.shown

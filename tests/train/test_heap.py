@@ -275,6 +275,18 @@ def test_value_counts_that_changes_with_the_steps_alike_in_calm_runs_and_begins_
     assert begun_anew(calm, {}, anew) == {}, "without a second calm run nothing is known of chance"
 
 
+def test_value_counts_that_changes_once_an_epoch() -> None:
+    calm = {
+        11: {"Meter.epochs": ["1"]},
+        12: {"Meter.epochs": ["1"]},
+        19: {"Meter.epochs": ["2"]},
+        20: {"Meter.epochs": ["2"]},
+    }
+    again, anew = ({step: {"Meter.epochs": [text]} for step in (19, 20)} for text in "21")
+    assert begun_anew(calm, again, anew) == {"Meter.epochs": (20, "1 on rank 0, 2 in the calm run")}
+    assert begun_anew({step: calm[step] for step in (19, 20)}, again, anew) == {}, "what never changes is a constant"
+
+
 def test_digests_are_not_shown() -> None:
     calm, anew = ({i: {"a": [f"deque with digest {name}{i}"]} for i in (1, 2)} for name in "xy")
     assert begun_anew(calm, calm, anew) == {"a": (2, "not the same deque on rank 0 as in the calm run")}

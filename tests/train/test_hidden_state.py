@@ -25,6 +25,7 @@ import tempfile
 import threading
 import types
 import weakref
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,9 @@ from torch.nn.parameter import Parameter
 
 from everstep.data import ElasticLoader
 from everstep.rehearse.held_tensors import held_tensors
+from everstep.train.guards import script_objects
 from everstep.train.guards.elsewhere import elsewhere
 from everstep.train.guards.plain_values import Roots, plain_values
-from everstep.train.guards.script_objects import is_script
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("no_other_tests")]
 
@@ -441,6 +442,21 @@ GAIN.set(1.0)
 MODULE = torch.nn.Linear(1, 1)
 METRIC = Metric()
 
+
+def opened_in_archive() -> Any:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("gains", "1 2 3")
+    return zipfile.ZipFile(packed).open("gains")
+
+
+def temporary_file() -> Any:
+    file = tempfile.NamedTemporaryFile()  # noqa: SIM115  # it lives as long as the row's variable
+    file.write(b"123")
+    file.seek(0)
+    return file
+
+
 ROWS: dict[str, Callable[[], Row]] = {
     "private slot": slots,
     "field that a state_dict forgets": forgotten,
@@ -495,6 +511,10 @@ ROWS: dict[str, Callable[[], Row]] = {
     "position in a StringIO": held(lambda: io.StringIO("a\nb"), next, "x.tell()"),
     "position in a BytesIO": held(lambda: io.BytesIO(b"a\nb"), next, "x.tell()"),
     "csv.DictReader": held(lambda: csv.DictReader(["a", "1", "2"]), next, "x.reader.line_num"),
+    "Event": held(threading.Event, lambda x: x.set(), "x.is_set()"),
+    "position in a file of an archive": held(opened_in_archive, lambda x: x.read(1), "x.tell()"),
+    "position in a temporary file": held(temporary_file, lambda x: x.seek(2), "x.file.tell()"),
+    "nditer": held(lambda: np.nditer(np.zeros(3)), lambda x: [next(x), next(x)], "x.iterindex"),
     "flat array": held(lambda: np.zeros(3).flat, next, "x.index"),
     "optparse.Values": held(lambda: optparse.Values({"seen": 0}), lambda x: setattr(x, "seen", 1), "x.seen"),
     "LoggerAdapter": held(
@@ -711,7 +731,7 @@ def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A module of the script's, of which the loop has one function. The modules of other tests would count as the
     script's too, and what is read has a bound."""
     for name, other in list(sys.modules.items()):
-        if is_script(getattr(other, "__file__", None) or ""):
+        if script_objects.is_script(getattr(other, "__file__", None) or ""):
             monkeypatch.delitem(sys.modules, name)
     (tmp_path / "losses_of_a_script.py").write_text(LOSSES)
     monkeypatch.syspath_prepend(tmp_path)

@@ -31,7 +31,11 @@ def begun_anew(calm: Heaps, again: Heaps, run: Heaps) -> dict[str, tuple[int, st
     if last is None:
         return {}
     (a0, a1), (b0, b1), (c0, c1) = ((one[last - 1], one[last]) for one in (calm, again, run))
-    names = {name for name in a0.keys() & a1.keys() & c0.keys() & c1.keys() if a0[name] != a1[name]}
+    earlier = [heap for step, heap in calm.items() if step < last]
+    names = {
+        name for name in a0.keys() & a1.keys() & c0.keys() & c1.keys()
+        if any(heap.get(name, a1[name]) != a1[name] for heap in earlier)
+    }  # fmt: skip
     return {
         name: (last, _text(a1[name], c1[name])) for name in sorted(names)
         if (b0.get(name), b1.get(name)) == (a0[name], a1[name]) and c0[name] != a0[name] and c1[name] != a1[name]

@@ -26,7 +26,7 @@ import torch
 
 from everstep.rehearse.begun_anew import Heap
 from everstep.train.guards.containers import MISSING, VIEWS, as_container, as_plain, length_of, steady_key
-from everstep.train.guards.contents import DIGEST, STATEFUL, Beyond, Contents, is_iterator
+from everstep.train.guards.contents import DIGEST, PRINTED, STATEFUL, Beyond, Contents, is_iterator
 from everstep.train.guards.elsewhere import named_by_script
 from everstep.train.guards.holders import not_read, parts_of_holder
 from everstep.train.guards.plain_values import Roots
@@ -151,7 +151,8 @@ class _Reading:
         """The texts of a value: of a container's parts under names of their own, where they would be written so."""
         kind = type(value)
         parts: list[tuple[str, Any]] = []
-        if (plain := as_plain(value)) is not MISSING:
+        is_printed = kind in PRINTED or issubclass(kind, np.generic)
+        if (plain := value if is_printed else as_plain(value)) is not MISSING:
             text = repr(plain)
             self.texts[name].append(text if len(text) <= LONG else f"{text[:LONG]}{self._digest(name, plain)}")
         elif level > LEVELS or issubclass(kind, _CODE):

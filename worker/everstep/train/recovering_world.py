@@ -293,6 +293,8 @@ class RecoveringWorld(Checked):
             while entering is not None:
                 coordinator.step = recovery.enter(coordinator.step, entering, self._start, self._moved)
                 entering = self._catch_up(trained)
+            if (gradients := self._present_gradients()) is not None:
+                gradients.take_left_out()  # the members have one state now, and a new one has not made that step
         except Drained:
             self._recovery.part()
             self._coordinator.part()

@@ -8,6 +8,7 @@ class that cannot be read so has no parts; `not_read` names its class.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import contextvars
 import csv
@@ -19,9 +20,11 @@ import math
 import queue
 import re
 import sys
+import tempfile
 import threading
 import types
 import weakref
+import zipfile
 from collections.abc import Callable
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
@@ -196,6 +199,11 @@ _READ: dict[type, _Read] = {
     asyncio.Queue: lambda value: {"._queue": _own(value, "_queue")},
     weakref.ref: lambda value: {"()": weakref.ref.__call__(value)},
     type(csv.reader([])): lambda value: {".line_num": value.line_num},
+    threading.Event: lambda value: {".is_set()": _own(value, "_flag")},
+    zipfile.ZipExtFile: lambda value: {".tell()": zipfile.ZipExtFile.tell(value)},
+    tempfile._TemporaryFileWrapper: lambda value: {".file": _own(value, "file")},
+    codecs.StreamReaderWriter: lambda value: {".stream": _own(value, "stream")},
+    np.nditer: lambda value: {".iterindex": value.iterindex},
     csv.DictReader: lambda value: {".reader": _own(value, "reader")},
     np.flatiter: lambda value: {".index": value.index},
     io.TextIOWrapper: _of_file, io.BufferedReader: _of_file, io.BufferedRandom: _of_file, io.FileIO: _of_file,
