@@ -20,7 +20,6 @@ import math
 import queue
 import re
 import sys
-import tempfile
 import threading
 import types
 import weakref
@@ -38,7 +37,7 @@ _STATELESS = frozenset({
     "_weakrefset", "abc", "argparse", "ast", "asyncio", "builtins", "codecs", "collections", "concurrent", "contextlib",
     "csv", "dataclasses", "datetime", "enum", "functools", "gettext", "http", "importlib", "inspect", "ipaddress",
     "itertools", "json", "locale", "logging", "operator", "optparse", "os", "pathlib", "pickle", "platform", "posix",
-    "re", "selectors", "signal", "socket", "ssl", "string", "struct", "subprocess", "sys", "tempfile", "textwrap",
+    "re", "selectors", "signal", "socket", "ssl", "string", "struct", "subprocess", "sys", "textwrap",
     "threading", "time", "traceback", "types", "typing", "unittest", "urllib", "uuid", "warnings", "zipfile",
     "zipimport", "zoneinfo",
 })  # fmt: skip
@@ -201,7 +200,6 @@ _READ: dict[type, _Read] = {
     type(csv.reader([])): lambda value: {".line_num": value.line_num},
     threading.Event: lambda value: {".is_set()": _own(value, "_flag")},
     zipfile.ZipExtFile: lambda value: {".tell()": zipfile.ZipExtFile.tell(value)},
-    tempfile._TemporaryFileWrapper: lambda value: {".file": _own(value, "file")},
     codecs.StreamReaderWriter: lambda value: {".stream": _own(value, "stream")},
     np.nditer: lambda value: {".iterindex": value.iterindex},
     csv.DictReader: lambda value: {".reader": _own(value, "reader")},
