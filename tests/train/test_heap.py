@@ -260,6 +260,26 @@ def test_what_cannot_be_read_is_named_and_nothing_is_too_much(heaps: Read) -> No
     assert beyond == []
 
 
+def test_reading_keeps_none_of_the_frames_that_it_reads() -> None:
+    """The generator of the script's loop ends with the loop, and not when the collector runs."""
+    from everstep.rehearse import heap  # noqa: PLC0415 - torch
+    from everstep.train.guards.plain_values import Roots  # noqa: PLC0415
+
+    class Loop:
+        pass
+
+    def reads() -> weakref.ref[Loop]:
+        loop = Loop()
+        heap.read(Roots(None), None, [], [])
+        return weakref.ref(loop)
+
+    gc.disable()
+    try:
+        assert reads()() is None
+    finally:
+        gc.enable()
+
+
 def test_value_counts_that_changes_with_the_steps_alike_in_calm_runs_and_begins_anew() -> None:
     def run(first: int, second: int, **other: tuple[list[str], list[str]]) -> dict[int, Heap]:
         both = {"Meter.n": ([str(first)], [str(second)]), "Meter.same": (["1"], ["1"]), **other}

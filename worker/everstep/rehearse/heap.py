@@ -139,8 +139,11 @@ class _Reading:
 
     def look_at_threads(self) -> None:
         """At the variables of the script's functions that run in other threads."""
-        for thread, top in sys._current_frames().items():
-            frame: types.FrameType | None = top if thread != threading.get_ident() else None
+        others = sys._current_frames()
+        # A variable of this function that has its own frame would keep all frames above it, with the loop's generator.
+        others.pop(threading.get_ident(), None)
+        for top in others.values():
+            frame: types.FrameType | None = top
             while frame is not None:
                 if is_script(frame.f_code.co_filename):
                     for key, part in locals_of(frame):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, FunctionType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,6 @@ from everstep.train.guards.plain_values import Roots, plain_values
 from everstep.train.guards.script_objects import is_own
 from everstep.train.worlds import RESERVED
 
-T = TypeVar("T")
 COMMIT_SECONDS = 60.0
 CHANGE_WAITS = 3.0  # as long as for so many saves: a rank that joins begins the script meanwhile
 
@@ -127,23 +126,20 @@ class Watch:
             watch.run = run
             if until is not None:
                 until = min(until, watch.base + watch.limit)
-            # Closed here: something may still refer to it, and the script goes on behind its loop.
-            with closing(loop(run, loader, until=until, epochs=epochs)) as taken:
-                for step in taken:
-                    yield step
-                    if step.phase is steps.Phase.DONE:
-                        watch.tracked = {name: value for name, value in run._state.items() if name not in RESERVED}
-                        watch.note(run.step - watch.base, run._rank, sys._getframe(1))
-                    if run.step >= watch.base + watch.limit and until is None:
-                        return
+            for step in loop(run, loader, until=until, epochs=epochs):
+                yield step
+                if step.phase is steps.Phase.DONE:
+                    watch.tracked = {name: value for name, value in run._state.items() if name not in RESERVED}
+                    watch.note(run.step - watch.base, run._rank, sys._getframe(1))
+                if run.step >= watch.base + watch.limit and until is None:
+                    return
 
         def over_epochs(run: session.Run, loader: Any, epochs: int) -> Iterator[int]:
             watch.run = run
-            with closing(loop_over_epochs(run, loader, epochs)) as taken:
-                for epoch in taken:
-                    yield epoch
-                    if run.step >= watch.base + watch.limit:
-                        return
+            for epoch in loop_over_epochs(run, loader, epochs):
+                yield epoch
+                if run.step >= watch.base + watch.limit:
+                    return
 
         # The session reads the text of the loop that asks for a step: the script's, and not this one.
         for function in (stepping, over_epochs):
@@ -405,15 +401,6 @@ class Watch:
             if (saved and noted) or not (folders or is_due) or time.monotonic() > deadline:
                 return
             time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def closing(generator: Iterator[T]) -> Iterator[Iterator[T]]:
-    """End a generator function's iterator with the block, whatever else refers to it."""
-    try:
-        yield generator
-    finally:
-        generator.close()  # type: ignore[attr-defined]
 
 
 def rank() -> int:
