@@ -14,58 +14,43 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "recovery_parts")]
 from figures import Better, Figure, finish, parser, quantile
-from spares import SETTLED, Run, cut
+from spares import SETTLED, Run
 
 GOAL = 0.3  # seconds
 
 
-def migrate(run: Run, pod: str) -> None:
-    tell("migrate", "--no-wait", pod)
+# The words of `everstep`, before the pod.
+WAYS = {"migrated": ("migrate", "--no-wait"), "evicted": ("kill", "--delete"), "killed": ("kill",)}
 
 
-def evict(run: Run, pod: str) -> None:
-    tell("kill", "--delete", pod)
-
-
-def die(run: Run, pod: str) -> None:
-    cut(trainer_of(run, pod))
-
-
-WAYS: dict[str, Callable[[Run, str], None]] = {"migrated": migrate, "evicted": evict, "killed": die}
-
-
-def tell(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "everstep.cli.main", *words], check=True, stdout=subprocess.DEVNULL)
-
-
-def pods(run: Run) -> dict[str, int]:
-    """The pods of the workers that train, with their processes."""
-    return {row["pod"]: row["pid"] for row in run.view().get("workers", ()) if row["rank"] is not None and row["pid"]}
-
-
-def trainer_of(run: Run, pod: str) -> int:
-    return pods(run)[pod]
+def all_pods(run: Run, without: str = "") -> list[str]:
+    """The pods of the workers that train; none if some are missing, or this one is there."""
+    rows = run.view().get("workers", ())
+    found = sorted(row["pod"] for row in rows if row["rank"] is not None and row["pid"])
+    return found if len(found) == run.workers and without not in found else []
 
 
 def trial(run: Run, way: str, number: int) -> tuple[float, int]:
     """Seconds of the longest pause, and the number of repeated steps."""
     since = time.monotonic()
-    run.until(lambda: run.full(since), "all ranks train")
+    run.until(partial(run.full, since), "all ranks train")
     time.sleep(SETTLED)
-    before = run.until(lambda: pods(run) if len(pods(run)) == run.workers else {}, "all workers have processes")
-    pod = sorted(before)[number % len(before)]
+    before = run.until(partial(all_pods, run), "all workers have processes")
+    pod = before[number % len(before)]
     began = time.monotonic()
-    WAYS[way](run, pod)
-    run.until(lambda: pod not in pods(run) and len(pods(run)) == run.workers, f"another has the place of {pod}")
+    command = [sys.executable, "-m", "everstep.cli.main", *WAYS[way], pod]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    run.until(partial(all_pods, run, pod), f"another has the place of {pod}")
     after = time.monotonic()
-    run.until(lambda: run.full(after), "all ranks train")
+    run.until(partial(run.full, after), "all ranks train")
     return pause(run, began - 1.0), repeated(run, began - 1.0)
 
 
