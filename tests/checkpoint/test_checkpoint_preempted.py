@@ -73,8 +73,10 @@ def test_all_ranks_save_the_step_in_which_one_is_asked_to_stop(tmp_path: Path, w
         until_step(tmp_path, 1, 20, agent)
         os.kill(agent.pid if whom == "torchrun" else int((tmp_path / "pid-1").read_text()), signal.SIGTERM)
         agent.wait(60)
+        missing = [rank for rank in range(2) if not (tmp_path / f"end-{rank}").exists()]
+        assert missing == [], (tmp_path / "log").read_text()
         ends = [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(2)]
-        assert ends[0] == ends[1]
+        assert ends[0] == ends[1], (tmp_path / "log").read_text()
         step, committed, code = ends[0]
         assert (step >= 20, committed, code) == (True, True, 86)
         steps = [int((tmp_path / f"step-{rank}").read_text()) for rank in range(2)]

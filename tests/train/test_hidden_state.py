@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import contextvars
 import csv
 import ctypes
@@ -443,6 +444,10 @@ MODULE = torch.nn.Linear(1, 1)
 METRIC = Metric()
 
 
+def read_by_codec() -> codecs.StreamReaderWriter:
+    return codecs.StreamReaderWriter(io.BytesIO(b"a\nb"), codecs.getreader("utf-8"), codecs.getwriter("utf-8"))
+
+
 def opened_in_archive() -> Any:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
@@ -506,6 +511,7 @@ ROWS: dict[str, Callable[[], Row]] = {
     "csv.DictReader": held(lambda: csv.DictReader(["a", "1", "2"]), next, "x.reader.line_num"),
     "Event": held(threading.Event, lambda x: x.set(), "x.is_set()"),
     "position in a file of an archive": held(opened_in_archive, lambda x: x.read(1), "x.tell()"),
+    "position of a codec": held(read_by_codec, lambda x: x.read(1), "x.stream.tell()"),
     "nditer": held(lambda: np.nditer(np.zeros(3)), lambda x: [next(x), next(x)], "x.iterindex"),
     "flat array": held(lambda: np.zeros(3).flat, next, "x.index"),
     "optparse.Values": held(lambda: optparse.Values({"seen": 0}), lambda x: setattr(x, "seen", 1), "x.seen"),

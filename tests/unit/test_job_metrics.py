@@ -54,18 +54,24 @@ async def four(stage: Stage) -> bool:
     return len(await stage.pods()) == 4
 
 
+async def run_on_nodes(stage: Stage) -> None:
+    """Each of the four pods runs, on a node of its own."""
+    for index in range(4):
+        bound = {"metadata": {"name": f"digits-w{index}-0"}, "target": {"kind": "Node", "name": f"node-{index}"}}
+        await stage.client.create(BINDINGS, "default", bound)
+    await stage.run_pods()
+
+
 async def test_loss_is_seen_in_the_figures_of_its_job_and_its_node() -> None:
     stage = Stage()
     async with stage.operating() as operator:
         job = await stage.client.create(JOBS, "default", OWN_ROUNDS)
         await stage.until("the pods are there", lambda: four(stage))
         for index in range(4):
-            pod, ready = f"digits-w{index}-0", [{"type": "Ready", "status": "True"}]
+            ready = [{"type": "Ready", "status": "True"}]
             await stage.client.create(NODES, None, {"metadata": {"name": f"node-{index}"}})
             await stage.client.patch_status(NODES, None, f"node-{index}", {"conditions": ready})
-            bound = {"metadata": {"name": pod}, "target": {"kind": "Node", "name": f"node-{index}"}}
-            await stage.client.create(BINDINGS, "default", bound)
-        await stage.run_pods()
+        await run_on_nodes(stage)
         await form(stage, operator, job, dict.fromkeys(range(4), 0))
         everybody = [f"digits-w{i}-0" for i in range(4)]
         await train(stage, operator, 1, 1, *everybody)
@@ -129,10 +135,7 @@ async def test_process_that_an_agent_replaces_costs_one_number_wherever_it_is_sh
     async with stage.operating() as operator:
         job = await stage.client.create(JOBS, "default", OWN_ROUNDS)
         await stage.until("the pods are there", lambda: four(stage))
-        for index in range(4):
-            bound = {"metadata": {"name": f"digits-w{index}-0"}, "target": {"kind": "Node", "name": f"node-{index}"}}
-            await stage.client.create(BINDINGS, "default", bound)
-        await stage.run_pods()
+        await run_on_nodes(stage)
         pods = [f"digits-w{i}-0" for i in range(4)]
         await form(stage, operator, job, dict.fromkeys(range(4), 0))
         await train(stage, operator, 1, 10, *pods)

@@ -18,7 +18,7 @@ def node(
     return Node(
         metadata=ObjectMeta(name="n1", annotations={} if leave is None else {labels.LEAVE: leave}),
         spec=NodeSpec(
-            taints=tuple(Taint(key=key, value=value, effect="NoSchedule") for key, value in taints),
+            taints=tuple(Taint(key=key, value=value) for key, value in taints),
         ),
         status=NodeStatus(
             conditions=tuple(Condition(type=type_, status=status) for type_, status in (("Ready", "True"), *conditions))

@@ -124,7 +124,6 @@ class NodeStatus(Wire, frozen=True, kw_only=True):
 class Taint(Wire, frozen=True, kw_only=True):
     key: str = ""
     value: str = ""
-    effect: str = ""
 
 
 class NodeSpec(Wire, frozen=True, kw_only=True):

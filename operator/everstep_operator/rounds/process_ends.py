@@ -17,6 +17,13 @@ from everstep_operator.round_view import ProcessEnd, RoundView
 MAX_ENDS = 16  # the newest; a pass reads them long before there are more
 
 
+def with_end(ends: tuple[ProcessEnd, ...], end: ProcessEnd) -> tuple[ProcessEnd, ...]:
+    """The ends, with one more: of each round the first one counts the others."""
+    if ends and ends[-1].round == end.round:
+        return (*ends[:-1], replace(ends[-1], more=ends[-1].more + 1))
+    return (*ends, end)[-MAX_ENDS:]
+
+
 class ProcessEnds:
     """Of each round the first such process, oldest first, and how many more of that round."""
 
@@ -33,13 +40,9 @@ class ProcessEnds:
             replaced = process_end.read(setback.why)
             if replaced is None or (setback.round, setback.agent) in known or setback.agent not in workers:
                 continue
-            if self._ends and self._ends[-1].round == setback.round:
-                newest = replace(self._ends[-1], more=self._ends[-1].more + 1)
-                self._ends = (*self._ends[:-1], newest)
-                continue
             index, incarnation = workers[setback.agent]
             end = ProcessEnd(setback.round, index, incarnation, at, replaced.detail, replaced.stood_seconds)
-            self._ends = (*self._ends, end)[-MAX_ENDS:]
+            self._ends = with_end(self._ends, end)
 
     def added_to(self, view: RoundView) -> RoundView:
         """The view, with these processes."""

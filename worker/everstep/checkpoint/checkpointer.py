@@ -37,7 +37,6 @@ from everstep.checkpoint.save.policy import SavePolicy, Verdict
 from everstep.checkpoint.save.snapshot import Snapshots
 from everstep.checkpoint.save.writer import Writer
 from everstep.checkpoint.state.finite import Nonfinite
-from everstep.contract import exit_codes, termination
 from everstep.reporting.stop_signal import Preempted, StopSignal
 from everstep.storage import ObjectStore, RetryableError
 
@@ -240,7 +239,8 @@ class Checkpointer:
         """
         step, now = whole_step(step), time.monotonic()
         self._loader.mark.alive(step, None if self._writer is None else self._writer.later)
-        if not (self._policy.candidate(step) or self._settings.on_preemption):
+        candidate = self._policy.candidate(step)
+        if not (candidate or self._settings.on_preemption):
             return False
         ready = self._ready_again(step)
         if isinstance(ready, SaveFailed):
@@ -251,7 +251,7 @@ class Checkpointer:
             if ranks.maximum(int(self._stop.requested)):
                 self._stopping = ranks
                 return True
-            if not self._policy.candidate(step):
+            if not candidate:
                 return False
         verdict = Verdict.FENCED if writer.fenced else self._policy.decide(step, now, busy=writer.busy)
         verdict = Verdict(ranks.from_first(bytes([verdict]))[0])
@@ -289,8 +289,7 @@ class Checkpointer:
         with contextlib.suppress(RuntimeError):  # a rank that is gone already
             committed = ranks.from_first(bytes([committed])) == b"\x01"  # rank 0 commits
         error = Preempted(handle.step, committed)
-        self._stop.answered()
-        termination.write(str(error), exit_codes.PREEMPTED, [])
+        self._stop.leave(error)
         logger.warning("%s", error)
         raise error
 

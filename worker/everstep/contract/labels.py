@@ -17,6 +17,7 @@ SPEC_HASH = f"{GROUP}/spec-hash"
 
 # An annotation of a job: the names of pods, separated by commas, that a person wants on another node.
 MIGRATE = f"{GROUP}/migrate"
+CANNOT_MOVE = "cannot be moved: "  # in the message of Ready, before the reason
 # A taint or an annotation of a node: its workers are to leave. The value says why.
 LEAVE = f"{GROUP}/leave"
 

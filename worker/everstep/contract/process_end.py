@@ -8,11 +8,14 @@ the end of a process that hung. After any other end its pod may end, too.
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import dataclass
 
+# By which nobody but a person, a node or an agent ends a process.
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 OUT_OF_MEMORY = ": out of memory"  # behind the signal; this kill is the program's own fault
 MAX_AT = 120  # characters of where it hung
-_KILLED = re.compile(r"rank (\d{1,7}): (SIGKILL|SIGTERM|SIGINT|SIGHUP|SIGQUIT)")
+_KILLED = re.compile(rf"rank (\d{{1,7}}): ({'|'.join(number.name for number in FROM_OUTSIDE)})")
 _HUNG = re.compile(r"rank (\d{1,7}): no progress in step (\d{1,18}|None) for (\d{1,9}) s([^;]*)")
 
 

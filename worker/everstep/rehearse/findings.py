@@ -411,9 +411,15 @@ def _twice_calm(calm: Played, again: Played) -> tuple[Played, frozenset[str], Fi
     """The second calm run, as `_chance` judges it: where the first has another hash seed, and training depends on that
     alone, the run that has the same seed."""
     names, problem = _chance(calm, again)
-    if problem is None or again.alike is None or again.alike.code or differs_by_chance(calm, again.alike):
+    if problem is None or (alike := _alike(calm, again)) is None:
         return again, names, problem
-    return again.alike, _chance(calm, again.alike)[0], _of_order(problem)
+    return alike, _chance(calm, alike)[0], _of_order(problem)
+
+
+def _alike(calm: Played, again: Played) -> Played | None:
+    """The second calm run with the hash seed of the first, if it came to the same."""
+    alike = again.alike
+    return None if alike is None or alike.code or differs_by_chance(calm, alike) else alike
 
 
 def differs_by_chance(calm: Played, again: Played) -> bool:
@@ -428,9 +434,7 @@ def differs_from_itself(runs: list[Played]) -> bool:
     calm, again = runs
     if (problem := _ended(again)) is not None:
         return problem.certain
-    if not differs_by_chance(calm, again):
-        return False
-    return again.alike is None or bool(again.alike.code) or differs_by_chance(calm, again.alike)
+    return differs_by_chance(calm, again) and _alike(calm, again) is None
 
 
 def _of_order(finding: Finding) -> Finding:

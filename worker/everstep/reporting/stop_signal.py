@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
-from everstep.contract import env, exit_codes
+from everstep.contract import env, exit_codes, termination
 
 MARGIN = 0.15  # of the grace period, for the work after the commit
 
@@ -107,6 +107,11 @@ class StopSignal:
         if self._installed and self._has_agent and not self.replaced:
             self._installed = False
             _answered = True
+
+    def leave(self, error: Preempted) -> None:
+        """Let this process end with `error`, whose words the container's status shows."""
+        self.answered()
+        termination.write(str(error), exit_codes.PREEMPTED, [])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:

@@ -12,6 +12,7 @@ from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan.snapshot import ReportedProgress
 from everstep_operator.plan.state import roster, sizing
 from everstep_operator.round_view import ProcessEnd, RoundView
+from everstep_operator.rounds.process_ends import with_end
 
 
 class ElasticWorld(World):
@@ -102,13 +103,9 @@ class ElasticWorld(World):
         self.do_gone_from(index)
         replaced = process_end.read(process_end.of_rank(number, why))
         assert replaced is not None
-        ends = self.view.ends
-        if ends and ends[-1].round == self.view.round:
-            self.view = replace(self.view, ends=(*ends[:-1], replace(ends[-1], more=ends[-1].more + 1)))
-            return
         incarnation = self.published().workers[number].number
         end = ProcessEnd(self.view.round, number, incarnation, self.now, replaced.detail, replaced.stood_seconds)
-        self.view = replace(self.view, ends=(*ends, end))
+        self.view = replace(self.view, ends=with_end(self.view.ends, end))
 
     def do_close(self) -> None:
         assert self.view is not None

@@ -113,8 +113,9 @@ def _status(facts: Facts, change: Publish | Repaired | None = None) -> Status:
     verdict = ready_condition.verdict(facts)
     if isinstance(change, Repaired) and not facts.world.has_quorum:
         verdict = ready_condition.of_change(verdict, ReadyReason.RECOVERING, change.message)
-    if isinstance(change, Publish) and change.reason is not None:
-        verdict = ready_condition.of_change(verdict, change.reason, change.message)
+    published = change if isinstance(change, Publish) else None
+    if published is not None and published.reason is not None:
+        verdict = ready_condition.of_change(verdict, published.reason, published.message)
     stored = facts.roster if facts.published is not None and not facts.roster.replaces_all else None
     return job_status.render(
         facts.snapshot,
@@ -124,11 +125,9 @@ def _status(facts: Facts, change: Publish | Repaired | None = None) -> Status:
         ready=facts.ready,
         spares=facts.waiting_spares,
         roster=None if stored is None else roster.to_status(roster.with_started(stored, facts.current)),
-        restarts=change.restarts if isinstance(change, Publish) else None,
+        restarts=published.restarts if published is not None else None,
         recoveries=_recoveries(facts, change),
-        refused_since=None
-        if isinstance(change, Publish) and _begins_again(facts, change)
-        else waits.refused_since(facts),
+        refused_since=None if published is not None and _begins_again(facts, published) else waits.refused_since(facts),
     )
 
 

@@ -22,7 +22,6 @@ from everstep_operator.plan.snapshot import JobView, Settings
 from everstep_operator.plan.state import pod_hash
 
 TOKEN_DIR = "/var/run/secrets/everstep.dev"
-SHM_DIR = "/dev/shm"  # noqa: S108  # of the container, not of this machine
 # Older autoscalers keep a node for the sake of an emptyDir, unless its pod says that it may be lost.
 AUTOSCALER_LOSES = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
 TOKEN_SECONDS = 3600
@@ -140,9 +139,11 @@ def _give_shared_memory(spec: dict[str, Any], container: dict[str, Any]) -> bool
     64 MiB: the workers of a DataLoader end there with a bus error, and NCCL does not start. A template that mounts
     something there, or has its node's IPC, keeps that."""
     mounts = container.get("volumeMounts") or ()
-    if spec.get("hostIPC") or any(str(mount.get("mountPath", "")).rstrip("/") == SHM_DIR for mount in mounts):
+    paths = {str(mount.get("mountPath", "")).rstrip("/") for mount in mounts}
+    if spec.get("hostIPC") or start_probe.SHARED_MEMORY in paths:
         return False
-    _mount(spec, container, SHM_DIR, {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}}, read_only=False)
+    memory = {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}}
+    _mount(spec, container, start_probe.SHARED_MEMORY, memory, read_only=False)
     return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+from everstep.contract import labels
 from everstep_operator.api.conditions import ConditionType, ReadyReason
 from everstep_operator.object_names import list_of_workers, number_of_spares, number_of_workers
 from everstep_operator.plan.decide import restart_budget, spares
@@ -134,7 +135,7 @@ def _moves(facts: Facts, why: str | None) -> str:
     running."""
     wanted = [index for index, pod in facts.current.items() if pod.name in facts.job.migrate]
     if wanted and facts.moves.refusal is not None:
-        return f"; {list_of_workers(wanted)} cannot be moved: {facts.moves.refusal}"
+        return f"; {list_of_workers(wanted)} {labels.CANNOT_MOVE}{facts.moves.refusal}"
     if not facts.moves.due:
         return ""
     index, reason = next(iter(facts.moves.due.items()))

@@ -21,7 +21,7 @@ from everstep_operator import object_names
 from everstep_operator.api.types import RendezvousBackend, TrainingJobSpec
 
 PROBES = ("startupProbe", "readinessProbe")
-FOLDER = "/dev/shm"  # noqa: S108  # can be written in every container, also below a read-only root
+SHARED_MEMORY = "/dev/shm"  # noqa: S108  # of a container, which can write there, also below a read-only root
 LOOKS_PER_SECOND = 2
 SPARE_SECONDS = 60  # a loaded node counts slowly
 NEVER = 2**31 - 1
@@ -35,7 +35,7 @@ def is_needed(spec: TrainingJobSpec, container: dict[str, Any]) -> bool:
 
 def joined_file(job: str, index: int, incarnation: int) -> str:
     """The file that an agent writes. Pods with the host's IPC share the folder."""
-    return f"{FOLDER}/everstep-joined-{object_names.pod_name(job, index, incarnation)}"
+    return f"{SHARED_MEMORY}/everstep-joined-{object_names.pod_name(job, index, incarnation)}"
 
 
 def probe(spec: TrainingJobSpec) -> dict[str, Any]:

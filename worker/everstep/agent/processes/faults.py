@@ -28,7 +28,6 @@ _PEER = re.compile(
     r"DistNetworkError|DistStoreError|DistBackendError|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|"
     r"Timed out waiting|wait timeout|Socket closed|failed to recv|failed to connect|unhandled system error"
 )
-_KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def judge(code: int, error_file: Path, out_of_memory: bool) -> tuple[Fault, str]:
@@ -37,7 +36,7 @@ def judge(code: int, error_file: Path, out_of_memory: bool) -> tuple[Fault, str]
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
         if out_of_memory and code == -signal.SIGKILL:
             return Fault.PROGRAM, name + process_end.OUT_OF_MEMORY
-        return (Fault.OUTSIDE if -code in _KILLED else Fault.PROGRAM), name
+        return (Fault.OUTSIDE if -code in process_end.FROM_OUTSIDE else Fault.PROGRAM), name
     if code == exit_codes.NOT_RECOVERED:
         return Fault.OUTSIDE, f"exit code {code}: it lost its peers and could not go on from what it held"
     content = _read(error_file) or {}

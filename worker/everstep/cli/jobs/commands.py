@@ -17,6 +17,7 @@ import typer
 from everstep.cli.jobs import following, tables
 from everstep.cli.jobs.tables import Output
 from everstep.cli.printing import safe_line, say, say_error
+from everstep.contract import labels
 from everstep.jobs.source import (
     WORKER,
     JobError,
@@ -42,7 +43,6 @@ EXPECTED = (JobError, Unreachable)
 WORD_SECONDS = 5.0  # of a wait at a terminal, from one line to the next
 WAIT_SECONDS = 600.0  # for workers to leave or to train again
 SHOWN_EVENTS = 12
-CANNOT_MOVE = "cannot be moved: "  # the operator's words, in the message of Ready
 
 Job = Annotated[str | None, typer.Argument(help="The job's name; without it the only local run.")]
 Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="A job on a cluster, in this namespace.")]
@@ -201,7 +201,10 @@ def _print_line(line: str, before: str = "", *, flush: bool) -> None:
         print(f"{before}{safe_line(part)}", flush=flush)
 
 
-def _pod(view: View, pod: str) -> str:
+def _chosen(view: View, pod: str | None, worker: str | None) -> str:
+    """The pod, or that of the worker. Raises `JobError` if there is none."""
+    if pod is None:
+        return _pods(view, worker)[0]
     if pod not in {row.pod for row in view.workers}:
         raise JobError(
             f"{view.job} has no pod {pod}; it has {', '.join(row.pod for row in view.workers) or 'none yet'}"
@@ -337,8 +340,7 @@ def migrate(
     source, name, worker, pod = pick_worker(job, worker, where, changes=True)
     if pod is None and worker is None:
         raise JobError("give the job and its worker: everstep migrate JOB WORKER")
-    view = source.view(name)
-    chosen = _pod(view, pod) if pod is not None else _pods(view, worker)[0]
+    chosen = _chosen(source.view(name), pod, worker)
     source.migrate(name, chosen)
     if wait:
         what = f"another worker has the place of {chosen}"
@@ -348,7 +350,7 @@ def migrate(
 
 def _has_moved(view: View, pod: str) -> bool:
     """Whether the pod has left. Raises `JobError` if the operator says that it cannot."""
-    if CANNOT_MOVE in view.message:
+    if labels.CANNOT_MOVE in view.message:
         raise JobError(f"{view.job}: {view.message}")
     return all(row.pod != pod for row in view.workers)
 
@@ -387,6 +389,5 @@ def kill(
     elif operator:
         say(source.disturb(name, "kill-operator"))
     else:
-        view = source.view(name)
-        chosen = _pod(view, pod) if pod is not None else _pods(view, worker)[0]
+        chosen = _chosen(source.view(name), pod, worker)
         say(f"{source.kill(name, chosen, delete=graceful)} ({source.title})")

@@ -341,8 +341,7 @@ class StepCoordinator:
         self._end(Preempted(self.step, committed))
 
     def _end(self, error: Preempted) -> NoReturn:
-        self._stop.answered()
-        termination.write(str(error), error.code if isinstance(error.code, int) else 1, [])
+        self._stop.leave(error)
         if self._rank == 0 or isinstance(error, Left):
             log.warning("%s", error)
         self._reporter.flush()
