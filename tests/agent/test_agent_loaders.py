@@ -105,6 +105,26 @@ EVALUATED = """
             mine = [i for _, _, rows in held_out for i in rows.tolist()]
             assert mine == (list(range(50)) + [0])[run.rank :: 3], mine
 """
+COLLECTED = """
+    import gc, threading, time
+
+    class Collecting(Points):
+        def __getitem__(self, i):
+            if i < 2:  # a thread of the worker has the handle of one that the trainer had
+                for _ in range(16):
+                    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+                gc.collect()
+            return super().__getitem__(i)
+
+    gc.disable()  # no collector has run in the trainer when its loader forks
+    loader = run.loader(Points(), global_batch=12)
+    held_out = DataLoader(Collecting(), batch_size=None, num_workers=2)
+    for step in run.steps(loader, until=10):
+        with step as batch:
+            learn(step, batch)
+        if step.completed and step.number == 7:
+            assert [i for _, _, i in held_out] == list(range(50))
+"""
 BY_HAND = """
     loader = DataLoader(Points(), batch_size=4, sampler=DistributedSampler(Points()))
     steps = run.steps(until=10)
@@ -118,6 +138,7 @@ BY_HAND = """
 
 LOOPS = {
     "plain": PLAIN, "distributed": DISTRIBUTED, "weighted": WEIGHTED, "several": SEVERAL, "evaluated": EVALUATED,
+    "collected": COLLECTED,
 }  # fmt: skip
 
 

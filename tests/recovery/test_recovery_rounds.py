@@ -1,5 +1,6 @@
 """What a process hears of rounds from its agent's socket."""
 
+import gc
 import json
 import socket
 import threading
@@ -11,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.utils.data import DataLoader
 
 from everstep.contract.calls import Call
 from everstep.recovery.announcements import AnnouncedRound, Announcements, Drained, RoundsOver
@@ -313,3 +315,29 @@ def test_a_profile_of_a_process_that_has_not_begun_to_train_is_refused_at_once(t
     assert answer["id"] == "first"
     assert answer["error"] == "this process has not begun to train yet; ask again when the job reports steps"
     del announcements
+
+
+class Collecting:
+    """A dataset in whose worker the garbage collector runs once the worker has a thread of its own. That thread has the
+    stack, and so the handle, of a thread of the trainer's."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> int:
+        if i > 1:
+            gc.collect()
+        return i
+
+
+def test_worker_of_a_loader_frees_no_device_of_a_round_that_failed_to_form(in_child: Callable[..., int]) -> None:
+    def train() -> None:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        gc.disable()  # no collector has run in the trainer when its loader forks
+        with pytest.raises(forming.FormingFailed):  # the other member is lost
+            forming.form(AnnouncedRound(1, 0, 2, ("127.0.0.1", store.port)), lambda: False, 0.3)
+        eventually(lambda: not any(t.name.startswith("everstep-form") for t in threading.enumerate()))
+        loader: Any = DataLoader(cast(Any, Collecting()), batch_size=None, num_workers=1, timeout=20)
+        assert list(loader) == [0, 1, 2, 3]
+
+    assert in_child(train) == 0

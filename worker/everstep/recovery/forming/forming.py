@@ -8,6 +8,7 @@ tensors.
 from __future__ import annotations
 
 import contextlib
+import gc
 import ipaddress
 import os
 import socket
@@ -135,6 +136,12 @@ CLOSE_SECONDS = 1.0
 COMPUTE_SECONDS = 0.1  # longer than gloo takes to reduce data that has arrived
 REFUSED, UNCERTAIN = "refused: ", "refused, and maybe by chance: "  # before a `LoopError` of a member
 ABORT_SECONDS = 10.0  # for a device to end the collectives of an abandoned round
+
+
+# A gloo device ends by waiting for its thread. A fork does not copy that thread, and its handle may name another thread
+# of the child by then, so that the child aborts or hangs. Errors of lost peers keep devices in cycles. So in a child,
+# such as a loader's worker, the collector leaves alone what the parent had.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 class FormingFailed(RuntimeError):
