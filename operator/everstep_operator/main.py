@@ -126,7 +126,7 @@ class Operator:
             expectations,
             require_leading=require,
             monotonic=clock.monotonic,
-            set_sizes=lambda job, sizes: self.rounds.of(JobRef(job.namespace, job.name, job.uid)).set_sizes(sizes),
+            set_sizes=lambda job, *sizes: self.rounds.of(JobRef(job.namespace, job.name, job.uid)).set_sizes(*sizes),
             is_superseded=self._is_superseded,
             limit=limit,
         )

@@ -36,6 +36,7 @@ class RoundView:
     finished: bool = False  # closed because the processes of all members have succeeded
     keeps: bool = False  # processes keep their memory from round to round
     sizes: Sizes | None = None  # that the operator set; None: agents keep those that they were started with
+    surge: int = 0  # how many agents it has announced for the places of those that have to leave
     # As far as this leader has seen: (index, incarnation) of members of earlier rounds that have not come back since,
     # and when the newest of them left.
     left: tuple[tuple[int, int], ...] = ()

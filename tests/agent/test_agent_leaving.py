@@ -14,7 +14,7 @@ from everstep.agent.decide.stopping import advice
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT, Setback
 from everstep.membership import commands as c
-from everstep.membership.draining import Staying
+from everstep.membership.draining import Coming, Staying
 from everstep.membership.world_state import Broken, Finishing, Left, Stopping
 from support.agent.play import KILL, Play, keeping, kinds, plain, round_of
 
@@ -64,21 +64,21 @@ def test_where_a_replacement_may_come_it_trains_on_until_one_waits_and_leaves() 
     for others in (Staying.FEW, Staying.ENOUGH):
         play = keeping(grace_seconds=30)
         play.take(e.StopRequested(TERM, enough=True))
-        told = timers(play.take(e.Changed(1, Stopping(1, others, replaced=True))))
+        told = timers(play.take(e.Changed(1, Stopping(1, others, coming=Coming.UNKNOWN))))
         assert play.take(e.Elapsed(told[Purpose.QUIET])) == ()
-        assert play.take(e.Changed(1, Stopping(1, Staying.ALL, replaced=True))) == (c.Drain("a", 1),)
+        assert play.take(e.Changed(1, Stopping(1, Staying.ALL, coming=Coming.UNKNOWN))) == (c.Drain("a", 1),)
         assert play.take(e.Changed(1, Left())) == (e.Drained((0,)),)
 
 
 def test_a_replacement_that_waits_already_shortens_no_wait_for_others_that_are_asked() -> None:
     play = keeping()
     play.take(e.StopRequested(TERM, enough=True))
-    told = timers(play.take(e.Changed(1, Stopping(1, Staying.ALL, replaced=True))))
-    assert play.take(e.Changed(1, Stopping(2, Staying.FEW, replaced=True))) == ()
+    told = timers(play.take(e.Changed(1, Stopping(1, Staying.ALL, coming=Coming.UNKNOWN))))
+    assert play.take(e.Changed(1, Stopping(2, Staying.FEW, coming=Coming.UNKNOWN))) == ()
     again = timers(play.take(e.Elapsed(told[Purpose.QUIET])))
     assert play.take(e.Elapsed(again[Purpose.QUIET])) == ()
     # A third one is asked: whoever is asked with it is waited for again.
-    third = timers(play.take(e.Changed(1, Stopping(3, Staying.ALL, replaced=True))))
+    third = timers(play.take(e.Changed(1, Stopping(3, Staying.ALL, coming=Coming.UNKNOWN))))
     assert play.take(e.Elapsed(third[Purpose.QUIET])) == (c.Drain("a", 1),)
 
 
@@ -90,7 +90,7 @@ def test_a_replacement_that_does_not_come_in_a_third_of_its_time_is_waited_for_n
 ) -> None:
     play = keeping(grace_seconds=30)
     told = timers(play.take(e.StopRequested(TERM, enough=True)))
-    told |= timers(play.take(e.Changed(1, Stopping(1, others, replaced=True))))
+    told |= timers(play.take(e.Changed(1, Stopping(1, others, coming=Coming.UNKNOWN))))
     play.take(e.Elapsed(told[Purpose.QUIET]))
     late = play.take(e.Elapsed(told[Purpose.NOTICE]))
     assert late[0] == then
@@ -100,16 +100,63 @@ def test_a_replacement_that_does_not_come_in_a_third_of_its_time_is_waited_for_n
         assert play.take(e.Elapsed(last))[0] == e.Signal((0,), TERM)
 
 
-def test_all_that_are_asked_save_together_whoever_waits_for_their_places() -> None:
+def test_all_that_are_asked_save_together_if_no_others_are_announced_within_a_second() -> None:
     play = keeping()
     play.take(e.StopRequested(TERM, enough=True))
-    assert play.take(e.Changed(1, Stopping(1, Staying.NOBODY, replaced=True)))[0] == e.Signal((0,), TERM)
+    told = timers(play.take(e.Changed(1, Stopping(3, Staying.NOBODY, Coming.UNKNOWN))))
+    assert play.take(e.Elapsed(told[Purpose.QUIET]))[0] == e.Signal((0,), TERM)
+
+
+def test_without_a_publisher_all_that_are_asked_save_together_at_once() -> None:
+    play = keeping()
+    play.take(e.StopRequested(TERM, enough=True))
+    assert play.take(e.Changed(1, Stopping(3, Staying.NOBODY, Coming.NEVER)))[0] == e.Signal((0,), TERM)
+
+
+def test_all_that_are_asked_train_on_while_others_are_announced() -> None:
+    play = keeping(grace_seconds=30)
+    play.take(e.StopRequested(TERM, enough=True))
+    told = timers(play.take(e.Changed(1, Stopping(3, Staying.NOBODY, Coming.UNKNOWN))))
+    assert play.take(e.Changed(1, Stopping(3, Staying.NOBODY, Coming.ANNOUNCED))) == ()
+    assert play.take(e.Elapsed(told[Purpose.QUIET])) == ()
+    assert play.take(e.Changed(1, Stopping(3, Staying.FEW, Coming.ANNOUNCED))) == ()
+    assert play.take(e.Changed(1, Stopping(3, Staying.ALL, Coming.ANNOUNCED))) == (c.Drain("a", 1),)
+
+
+def test_announced_others_that_are_taken_back_are_not_waited_for() -> None:
+    play = keeping(grace_seconds=30)
+    play.take(e.StopRequested(TERM, enough=True))
+    told = timers(play.take(e.Changed(1, Stopping(3, Staying.NOBODY, Coming.ANNOUNCED))))
+    play.take(e.Elapsed(told[Purpose.QUIET]))
+    assert play.take(e.Changed(1, Stopping(3, Staying.NOBODY, Coming.UNKNOWN)))[0] == e.Signal((0,), TERM)
+
+
+def test_the_last_one_leaves_only_when_a_step_was_made_together_with_those_that_have_come() -> None:
+    play = keeping(grace_seconds=30)
+    play.take(e.StopRequested(TERM, enough=True))
+    told = timers(play.take(e.Changed(1, Stopping(3, Staying.ALL, Coming.ANNOUNCED))))
+    play.take(e.Elapsed(told[Purpose.QUIET]))
+    play.take(e.Changed(1, Broken("b is gone")))
+    play.form(2, "a", "d", "e", keeps=True)
+    told = timers(play.take(e.Changed(2, Stopping(1, Staying.ALL, Coming.UNKNOWN))))
+    again = timers(play.take(e.Elapsed(told[Purpose.QUIET])))  # the state may be on its way to the others
+    play.take(e.Trains(0, play.pid(), 2, 6))
+    assert play.take(e.Elapsed(again[Purpose.QUIET])) == (c.Drain("a", 2),)
+
+
+def test_one_of_several_that_have_the_state_leaves_while_it_is_handed_on() -> None:
+    play = keeping(grace_seconds=30)
+    play.take(e.Changed(1, Broken("c is gone")))
+    play.form(2, "a", "b", "d", keeps=True)
+    play.take(e.StopRequested(TERM, enough=True))
+    told = timers(play.take(e.Changed(2, Stopping(1, Staying.ALL, Coming.UNKNOWN))))
+    assert play.take(e.Elapsed(told[Purpose.QUIET])) == (c.Drain("a", 2),)
 
 
 def test_processes_without_memory_wait_for_no_replacement() -> None:
     play = plain()
     play.take(e.StopRequested(TERM, enough=True))
-    told = timers(play.take(e.Changed(1, Stopping(1, Staying.ENOUGH, replaced=True))))
+    told = timers(play.take(e.Changed(1, Stopping(1, Staying.ENOUGH, coming=Coming.UNKNOWN))))
     assert play.take(e.Elapsed(told[Purpose.QUIET]))[0] == e.Signal((0, 1), TERM)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -17,7 +18,7 @@ from everstep.agent.decide.state import SlotPhase, State
 from everstep.contract import exit_codes
 from everstep.contract.document import FINISHED, Setback
 from everstep.membership import commands as c
-from everstep.membership.draining import Staying
+from everstep.membership.draining import Coming, Staying
 from everstep.membership.world_state import Broken, Closed, Finishing, Growing, Left, Stopping, Whole
 from support.agent.play import KILL, Play, keeping, kinds, plain, round_of
 
@@ -559,9 +560,7 @@ class Walk:
             if self.state.notice is not None:
                 count = self.random.randint(1, 3)
                 found += [
-                    e.Changed(
-                        self.number, Stopping(count, self.random.choice(list(Staying)), self.random.random() < 0.5)
-                    )
+                    e.Changed(self.number, Stopping(count, *self.random.choice(list(product(Staying, Coming)))))
                     for _ in range(8)
                 ]
                 found.append(e.Changed(self.number, Left()))

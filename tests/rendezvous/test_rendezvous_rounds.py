@@ -43,7 +43,7 @@ from everstep.membership.commands import (
     Waited,
     Withdraw,
 )
-from everstep.membership.draining import Staying, staying
+from everstep.membership.draining import Coming, Staying, staying
 from everstep.membership.errors import DocumentInvalid
 from everstep.membership.formation.selection import EXACT, expected_rank, growth, largest_set
 from everstep.membership.machine import MAX_FLAPS, Rejected, apply
@@ -512,8 +512,37 @@ def test_one_member_has_to_stay_because_who_waits_has_no_state() -> None:
     sizes = Sizes(1, 2)
     document = after(formed(sizes, "a", "b"), Join(agent("c"), sizes), Join(agent("d"), sizes), Stop("a"))
     assert staying(document) is Staying.ALL
-    assert staying(after(document, Stop("b"))) is Staying.NOBODY
-    assert "0 would stay" in refused(after(document, Stop("b")), Drain("a", 1)).reason
+    document = after(document, Stop("b"), Drain("a", 1))
+    assert [loss.agent for loss in document.gone] == ["b"]
+
+
+def test_if_all_members_are_asked_to_stop_one_hands_the_state_on_before_it_leaves_too() -> None:
+    fixed = Sizes(3, 3)
+    document = replace(formed(fixed, "a", "b", "c"), ruled=True)
+    asked = after(document, Stop("a"), Stop("b"), Stop("c"))
+    assert world_state(asked, 1, "a") == Stopping(3, Staying.NOBODY, Coming.UNKNOWN)
+    document = replace(asked, surge=3)
+    assert world_state(document, 1, "a") == Stopping(3, Staying.NOBODY, Coming.ANNOUNCED)
+    document = after(document, Join(agent("d"), fixed))
+    assert staying(document) is Staying.FEW
+    document = after(document, Join(agent("e"), fixed), Join(agent("f"), fixed))
+    assert staying(document) is Staying.ALL
+    document = after(document, Drain("b", 1))
+    assert [loss.agent for loss in document.gone] == ["b", "c"]
+    document = after(document, Join(agent("a"), fixed), Form("a", 1, Waited.NOTHING))
+    assert names(document) == ["a", "d", "e"], "f would be in it, if nobody had to hand the state on"
+    assert world_state(document, 2, "a") == Stopping(1, Staying.ALL, Coming.ANNOUNCED)
+    document = after(document, Drain("a", 2), *(Join(agent(n), fixed) for n in "de"), Form("d", 2, Waited.NOTHING))
+    assert names(document) == ["f", "d", "e"]
+
+
+def test_the_only_worker_of_a_job_is_waited_for_until_another_can_load_its_commit() -> None:
+    one = Sizes(1, 1)
+    document = replace(after(formed(one, "a"), Stop("a")), ruled=True, surge=1)
+    assert world_state(document, 1, "a") == Stopping(1, Staying.NOBODY, Coming.ANNOUNCED)
+    document = after(document, Join(agent("b"), one))
+    assert world_state(document, 1, "a") == Stopping(1, Staying.NOBODY, Coming.UNKNOWN)
+    assert "0 would stay" in refused(document, Drain("a", 1)).reason
 
 
 def test_who_was_asked_to_stop_and_is_out_does_not_come_back() -> None:

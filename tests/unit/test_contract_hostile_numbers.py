@@ -137,7 +137,7 @@ def field(path: tuple[Any, ...]) -> str:
 
 @pytest.mark.parametrize(
     ("message", "read", "error", "places_of_numbers"),
-    [(*MESSAGES[0], 15), (*MESSAGES[1], 23), (*MESSAGES[3], 11)],
+    [(*MESSAGES[0], 15), (*MESSAGES[1], 24), (*MESSAGES[3], 11)],
     ids=["report", "document", "join"],
 )
 @pytest.mark.parametrize("number", HUGE, ids=lambda v: str(v)[:24])

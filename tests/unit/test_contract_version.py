@@ -27,14 +27,14 @@ JOIN_REQUEST = JoinRequest(A, 7, SIZES, patient=True)
 JOIN_REQUEST_TEXT = b'{"version":1,"join":[[0,"a-0",2,1,"10.0.0.1",4000,5000],7,[2,4,[2,4]]],"patient":true}'
 DOCUMENT = Document(
     SIZES, "a-0", 3, 5, (A, B), (Loss("a-1", "ended"),), (C,), (Seat(1, "a-1", 2, ("a-9",)),),
-    (Report("a-0", "a-1", True, 2),), "lost", 100, ("a-0",), ("a-1",), True, True, 1,
+    (Report("a-0", "a-1", True, 2),), "lost", 100, ("a-0",), ("a-1",), True, True, 2, 1,
     (Setback(4, "a-1", "ended", True),), "over",
 )  # fmt: skip
 DOCUMENT_TEXT = (
     b'{"version":1,"id":"a-0","floor":3,"sizes":[2,4,[2,4]],"round":5,"members":[[0,"a-0",2,1,"10.0.0.1",'
     b'4000,5000],[1,"a-1",2,1,"10.0.0.1",4000,5000]],"gone":[["a-1","ended"]],"joining":[[2,"a-2",2,1,'
     b'"10.0.0.1",4000,5000]],"seats":[[1,"a-1",2,["a-9"]]],"reports":[["a-0","a-1",true,2]],'
-    b'"broken":"lost","boundary":100,"done":["a-0"],"stopping":["a-1"],"in_process":true,"ruled":true,'
+    b'"broken":"lost","boundary":100,"done":["a-0"],"stopping":["a-1"],"in_process":true,"ruled":true,"surge":2,'
     b'"restarts":1,"history":[[4,"a-1","ended",true]],"closed":"over"}'
 )
 

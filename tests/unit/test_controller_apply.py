@@ -67,10 +67,10 @@ class Server:
         if name in self.loses:
             raise ConnectionFailed("the answer was lost")
 
-    async def set_sizes(self, job: JobView, sizes: Sizes) -> None:
+    async def set_sizes(self, job: JobView, sizes: Sizes, surge: int) -> None:
         if "sizes" in self.refuses:
             raise self.refuses["sizes"]
-        self.log.append(f"sizes {sizes}")
+        self.log.append(f"sizes {sizes}, {surge} announced")
 
     async def get(self, resource: Any, namespace: str, name: str) -> KubeObject:
         if self.owners.get(name) in (None, "gone"):
@@ -155,7 +155,7 @@ async def test_sizes_that_cannot_be_told_stop_the_release_of_healthy_workers_and
         {
             StageName.CLEAR: (deleting("lost"),),
             StageName.CREATE: (pod(0),),
-            StageName.SIZES: (SetSizes(Sizes(1, 2), ""),),
+            StageName.SIZES: (SetSizes(Sizes(1, 2), "", surge=3),),
             StageName.RELEASE: (deleting("healthy"),),
         },
         {StageName.RELEASE: (StageName.SIZES,)},
@@ -166,7 +166,7 @@ async def test_sizes_that_cannot_be_told_stop_the_release_of_healthy_workers_and
     assert hand.server.log == ["delete lost", "create w0"]
     hand.server.refuses.clear()
     await hand.applier.apply(JOB, stages)
-    assert hand.server.log[2:] == ["sizes 1:2", "delete healthy"]
+    assert hand.server.log[2:] == ["sizes 1:2, 3 announced", "delete healthy"]
 
 
 async def test_sizes_that_are_refused_hide_no_other_refusal_and_fail_no_pass(hand: Hand) -> None:
@@ -174,7 +174,7 @@ async def test_sizes_that_are_refused_hide_no_other_refusal_and_fail_no_pass(han
     hand.server.refuses |= {"sizes": WriteRefused("ConfigMap digits-rounds: exceeded quota"), "w0": Forbidden("no")}
     told: dict[StageName, tuple[Any, ...]] = {
         StageName.CREATE: (pod(0),),
-        StageName.SIZES: (SetSizes(Sizes(1, 2), ""),),
+        StageName.SIZES: (SetSizes(Sizes(1, 2), "", surge=3),),
         StageName.RELEASE: (deleting("healthy"),),
     }
     applied = await hand.applier.apply(JOB, staged(told, {StageName.RELEASE: (StageName.SIZES,)}))

@@ -197,15 +197,16 @@ async def test_sizes_that_are_the_same_or_of_a_closed_job_are_not_written() -> N
     assert (document.closed, document.sizes) == ("over", SIZES)
 
 
-async def test_agent_that_changes_the_sizes_or_whose_they_are_is_corrected() -> None:
+async def test_agent_that_changes_the_sizes_or_whose_they_are_or_who_is_announced_is_corrected() -> None:
     stage = Stage()
     await stage.start()
     rounds = stage.operator()
-    await rounds.of(stage.job).set_sizes(SIZES)
+    await rounds.of(stage.job).set_sizes(SIZES, 2)
+    assert rounds.view(stage.job) == RoundView(0, sizes=SIZES, surge=2)
     sight = await rounds.of(stage.job).read(0)
     assert sight.document is not None
     before = decode(sight.document.encode())
-    for changes in ({"ruled": False}, {"sizes": Sizes(1, 1)}):
+    for changes in ({"ruled": False}, {"sizes": Sizes(1, 1)}, {"surge": 0}):
         sight = await rounds.of(stage.job).read(0)
         after = encode(replace(before, joining=(A,), **changes))  # type: ignore[arg-type]
         assert await rounds.of(stage.job).swap(sight.version, after) is None, "it is to read again"

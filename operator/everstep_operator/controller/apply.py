@@ -86,7 +86,7 @@ class Applier:
         *,
         require_leading: Callable[[], object],
         monotonic: Callable[[], float],
-        set_sizes: Callable[[JobView, Sizes], Awaitable[None]],
+        set_sizes: Callable[[JobView, Sizes, int], Awaitable[None]],
         is_superseded: Callable[[JobView], bool],
         limit: WriteLimit,
     ) -> None:
@@ -183,7 +183,7 @@ class Applier:
                 await self._delete(self._jobs, job, job.name, action.uid)
             case SetSizes():
                 try:
-                    await self._set_sizes(job, action.sizes)
+                    await self._set_sizes(job, action.sizes, action.surge)
                 except (
                     WriteRefused
                 ):  # the next plan reads it from the rounds, at the time of the retry of other refusals

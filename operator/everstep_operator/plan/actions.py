@@ -104,10 +104,12 @@ class DeleteJob:
 
 @dataclass(frozen=True, slots=True)
 class SetSizes:
-    """Set, in the round store, the sizes that a round may have. Healthy workers are released only after that."""
+    """Set, in the round store, the sizes that a round may have, and announce how many workers are created for the
+    places of those that have to leave. Healthy workers are released only after that."""
 
     sizes: Sizes
     why: str
+    surge: int = 0
 
     def __str__(self) -> str:
         return f"set sizes {self.sizes} ({self.why})"

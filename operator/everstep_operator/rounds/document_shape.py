@@ -46,6 +46,7 @@ class _Document(msgspec.Struct):
     floor: int
     stopping: Annotated[list[str], msgspec.Meta(max_length=MAX_STOPPING)]
     ruled: bool
+    surge: int
     broken: str | None = None
     boundary: int | None = None
     closed: str | None = None

@@ -233,14 +233,15 @@ class JobRounds:
             return None if self._stored is None else RoundView(0)
         return self._process_ends.added_to(self._departures.added_to(round_view(self._document)))
 
-    async def set_sizes(self, sizes: Sizes) -> None:
-        """Set the sizes for the job's agents. Raises RoundsUnavailable, after which they may be set or not."""
+    async def set_sizes(self, sizes: Sizes, surge: int = 0) -> None:
+        """Set the sizes for the job's agents, and announce `surge` others. Raises RoundsUnavailable, after which they
+        may be set or not."""
         async with self._lock:
             if self._stored is None:
                 await self._load()
             for _ in range(2):  # the known document may be old: then the write fails, and reads it again
                 assert self._stored is not None
-                changed = with_sizes(self._stored.document, self._document, sizes)
+                changed = with_sizes(self._stored.document, self._document, sizes, surge)
                 if changed is None or await self._put(self._stored.version, *changed) is not None:
                     return
             raise RoundsUnavailable("another operator changed the document at the same time")

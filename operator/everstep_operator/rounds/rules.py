@@ -38,12 +38,13 @@ def require_no_success(before: Document | None, after: Document) -> None:
         raise RoundsRefused("the pod was told to end before its processes had: their exit code 0 is no success")
 
 
-def with_pinned_sizes(document: Document, sizes: Sizes) -> Document:
-    """The document of a job that may have only these sizes from now on, whatever sizes its agents request.
+def with_pinned_sizes(document: Document, sizes: Sizes, surge: int = 0) -> Document:
+    """The document of a job that may have only these sizes from now on, whatever sizes its agents request, and in which
+    `surge` agents are announced for the places of those that have to leave.
 
     It does not end the running round: members in excess leave, missing ones join.
     """
-    return replace(document, sizes=sizes, ruled=True)
+    return replace(document, sizes=sizes, ruled=True, surge=surge)
 
 
 def renumbered(text: str, number: int) -> str:
@@ -51,24 +52,25 @@ def renumbered(text: str, number: int) -> str:
     return json.dumps({**json.loads(text), "round": number}, separators=(",", ":"))
 
 
-def with_sizes(text: str | None, document: Document | None, sizes: Sizes) -> tuple[str, Document] | None:
-    """The document, or a new one if there is none, with the sizes that apply from now on. None: it has them already, or
-    no longer needs any."""
+def with_sizes(text: str | None, document: Document | None, sizes: Sizes, surge: int) -> tuple[str, Document] | None:
+    """The document, or a new one if there is none, with the sizes and the surge that apply from now on. None: it has
+    them already, or no longer needs any."""
     before = Document(sizes) if document is None else document
-    if before.closed is not None or (before.ruled and before.sizes == sizes):
+    if before.closed is not None or (before.ruled and (before.sizes, before.surge) == (sizes, surge)):
         return None
-    after = with_pinned_sizes(before, sizes)
+    after = with_pinned_sizes(before, sizes, surge)
     written = json.loads(encode(after))
     fields = written if text is None else json.loads(text)
-    return json.dumps({**fields, "sizes": written["sizes"], "ruled": True}, separators=(",", ":")), after
+    set_here = {name: written[name] for name in ("sizes", "ruled", "surge")}
+    return json.dumps({**fields, **set_here}, separators=(",", ":")), after
 
 
 def corrected(text: str, document: Document, before: Document | None) -> tuple[str, Document]:
-    """An agent's document with the right sizes. The agent should not have changed them: it is of a release that does
-    not know the mark for pinned sizes, or asks for others."""
+    """An agent's document with the right sizes and surge. The agent should not have changed them: it is of a release
+    that does not know the mark for pinned sizes, or asks for others."""
     if before is None or not before.ruled:
         return text, document
-    return with_sizes(text, document, before.sizes) or (text, document)
+    return with_sizes(text, document, before.sizes, before.surge) or (text, document)
 
 
 def with_join_requests(
@@ -131,4 +133,5 @@ def round_view(document: Document) -> RoundView:
         finished=document.closed == FINISHED,
         keeps=document.in_process,
         sizes=document.sizes if document.ruled else None,
+        surge=document.surge,
     )

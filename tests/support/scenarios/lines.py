@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # What disturbs a job. One that has ended is not disturbed by it, whether the line can be carried out or not.
 FAULTS = (
     "delete-pod", "kill-process", "kill-torchrun", "lose-processes", "kill-node-of", "kill-node", "pause-node",
-    "drain-node", "kill-operator", "restart-store", "scale", "suspend",
+    "drain-node", "drain-node-of", "kill-operator", "restart-store", "scale", "suspend",
 )  # fmt: skip
 
 
@@ -192,6 +192,8 @@ def _do(player: Player, words: list[str]) -> None:
                 getattr(player, verb.replace("-", "_"))(index)
         case ["kill-node-of", index]:
             player.kill_node_of(int(index))
+        case ["drain-node-of", index]:
+            player.drain_node(player.node_of(int(index)))
         case [("kill-node" | "pause-node" | "drain-node") as verb, number]:
             getattr(player, verb.replace("-", "_"))(player.node_names()[int(number) - 1])
         case [("kill-operator" | "restart-store" | "start-nodes") as verb]:

@@ -22,7 +22,7 @@ from everstep.membership.backends.configuration import Configuration, Configurat
 from everstep.membership.backends.memory import MemoryStore
 from everstep.membership.backends.opening import open_store
 from everstep.membership.commands import Charge
-from everstep.membership.draining import Staying, another_asked, staying
+from everstep.membership.draining import Coming, another_asked, coming, staying
 from everstep.membership.driver import CROWDED, WHOLE, Driver
 from everstep.membership.errors import (
     JoinRefused,
@@ -77,8 +77,8 @@ class Membership:
         document = self._driver.seen()
         if document is None or document.closed is not None:
             return False
-        others = staying(document, self._driver.agent)
-        return others.suffices or (others is Staying.FEW and document.ruled and document.in_process)
+        replaceable = document.in_process and coming(document) is not Coming.NEVER
+        return replaceable or staying(document, self._driver.agent).suffices
 
     def another_leaves(self) -> bool:
         """Whether another member is asked to stop, and this agent and others go on, as far as is known now."""

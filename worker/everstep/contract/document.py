@@ -156,6 +156,7 @@ class Document:
     stopping: tuple[str, ...] = ()  # agents that are asked to stop; who of them is out does not come back
     in_process: bool = False  # the job's processes keep their memory from round to round
     ruled: bool = False  # the sizes are those of who publishes the job: what agents were started with does not count
+    surge: int = 0  # how many agents who publishes the job creates for the places of those that have to leave
     restarts: int = 0  # charged, of the whole job
     history: tuple[Setback, ...] = ()  # the newest setbacks, oldest first
     closed: str | None = None
@@ -185,6 +186,7 @@ def encode(document: Document) -> bytes:
         "stopping": list(document.stopping),
         "in_process": document.in_process,
         "ruled": document.ruled,
+        "surge": document.surge,
         "restarts": document.restarts,
         "history": [[s.round, s.agent, s.why, s.charged] for s in document.history],
         "closed": document.closed,
@@ -225,6 +227,7 @@ def decoding(data: bytes) -> Generator[None, None, Document]:
         stopping=(yield from each(body.get("stopping"), "stopping", MAX_STOPPING, agent_name)),
         in_process=flag(body.get("in_process"), "in_process"),
         ruled=flag(body.get("ruled"), "ruled"),
+        surge=number(body.get("surge"), "surge", MAX_MEMBERS + 1),
         restarts=number(body.get("restarts"), "restarts"),
         history=(yield from each(body.get("history"), "history", MAX_HISTORY, _setback)),
         closed=None if closed is None else text(closed, "closed", MAX_REASON),

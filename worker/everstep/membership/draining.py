@@ -2,8 +2,9 @@
 
 An agent that is asked to stop says so at once, and trains on for a moment. If the job is suspended, all agents say so.
 The document decides who leaves, so no two members leave because each counted on the other. Agents that wait for a place
-count as those that stay, but only members have the training state, so one of them has to stay. Invariant: an agent that
-was asked to stop and has left the round does not come back into the job, as long as the document remembers it.
+count as those that stay, but only members have the training state, so one of them has to stay. If all are asked to
+stop, the first one stays for one round more, and hands the state on to those that were waiting. Invariant: an agent
+that was asked to stop and has left the round does not come back into the job, as long as the document remembers it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from everstep.contract.document import MAX_HISTORY, MAX_STOPPING, Document
 class Staying(Enum):
     """Who could go on if all members that are asked to stop left now."""
 
-    NOBODY = auto()  # no member stays: nobody would have the training state
+    NOBODY = auto()  # no member stays, and no other waits: nobody would have the training state
     FEW = auto()  # fewer agents than any allowed size
     ENOUGH = auto()  # a smaller round
     ALL = auto()  # a round as large as this one, or as large as is wanted now
@@ -24,6 +25,14 @@ class Staying(Enum):
     @property
     def suffices(self) -> bool:
         return self in (Staying.ENOUGH, Staying.ALL)
+
+
+class Coming(Enum):
+    """Whether others may still come for the places of members that are asked to stop."""
+
+    NEVER = auto()  # nobody publishes the job: a terminal's Ctrl-C, or a supervisor
+    UNKNOWN = auto()  # its publisher has not announced that more will come; it may have to see first who is asked
+    ANNOUNCED = auto()
 
 
 def divide(document: Document) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -36,13 +45,22 @@ def divide(document: Document) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def staying(document: Document, without: str | None = None) -> Staying:
     """Who could go on, if `without` is asked to stop too."""
     _, members = divide(document)
-    members = tuple(agent for agent in members if agent != without)
-    if not members:
-        return Staying.NOBODY
-    size = document.sizes.largest(len(members) + len(_replacements(document)))
+    staying = len([agent for agent in members if agent != without])
+    waiting = len(_replacements(document))
+    if staying == 0:
+        if waiting == 0 or len(document.remaining()) < 2:
+            return Staying.NOBODY
+        staying = 1
+    size = document.sizes.largest(staying + waiting)
     if size == 0:
         return Staying.FEW
     return Staying.ALL if size >= document.sizes.largest(len(document.remaining())) else Staying.ENOUGH
+
+
+def coming(document: Document) -> Coming:
+    if not document.ruled:
+        return Coming.NEVER
+    return Coming.ANNOUNCED if document.surge > len(_replacements(document)) else Coming.UNKNOWN
 
 
 def _replacements(document: Document) -> list[str]:
@@ -71,7 +89,8 @@ def leavers(document: Document) -> tuple[str, ...] | str:
     if not staying(document).suffices:
         return f"{len(members)} would stay, and sizes are {document.sizes}: all stop together"
     waiting = {member.agent for member in document.joining}
-    leaving = tuple(agent for agent in stopping if agent not in waiting)
+    last = () if members else stopping[:1]
+    leaving = tuple(agent for agent in stopping if agent not in waiting and agent not in last)
     return leaving or f"no member of round {document.round} is asked to stop, or all that are ask for the next"
 
 

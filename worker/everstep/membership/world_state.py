@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from everstep.contract.document import Document, Member
-from everstep.membership.draining import Staying, divide, staying
+from everstep.membership.draining import Coming, Staying, coming, divide, staying
 from everstep.membership.formation.selection import growth
 from everstep.membership.machine import is_here, is_member, is_waiting
 
@@ -75,12 +75,11 @@ class Finishing:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The round stands. `count` members are asked to stop, this agent too. `others`: who could go on without them.
-    `replaced`: the job has a publisher, which may bring others in their places."""
+    """The round stands. `count` members are asked to stop, this agent too. `others`: who could go on without them."""
 
     count: int
     others: Staying
-    replaced: bool = False
+    coming: Coming = Coming.NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ def world_state(document: Document | None, number: int, agent: str) -> WorldStat
         return Finishing(len(document.done))
     if agent in document.stopping:
         stopping, _ = divide(document)
-        return Stopping(len(stopping), staying(document), document.ruled)
+        return Stopping(len(stopping), staying(document), coming(document))
     count = growth(document)
     return Growing(count, document.boundary) if count else Whole()
 

@@ -62,6 +62,9 @@ class ElasticWorld(World):
             and p.deleted_at is None
             and str(i) not in without
         ]
+        if self.view.keeps and not set(self.view.members).intersection(ready):
+            # All members are asked to stop: the first one stays for one round more, and hands the state on.
+            ready += [(i, n) for i, n in self.view.members if self._still_trains(i, n)][:1]
         # Like real agents, they use the sizes that were set last, not those of the present spec.
         sizes = self.view.sizes or sizing.bounds(TrainingJobSpec.model_validate(self.spec))
         size = sizes.largest(len(ready))
@@ -76,9 +79,13 @@ class ElasticWorld(World):
         left_at = self.now if left - set(self.view.left) else self.view.left_at
         self.view = RoundView(
             number, tuple(sorted(ready[:size])), joining=joining, keeps=self.view.keeps, sizes=self.view.sizes,
-            left=tuple(sorted(left)), left_at=left_at, ends=self.view.ends,
+            surge=self.view.surge, left=tuple(sorted(left)), left_at=left_at, ends=self.view.ends,
         )  # fmt: skip
         return f"round {number}: {' '.join(f'w{i}-{n}' for i, n in self.view.members)}"
+
+    def _still_trains(self, index: int, incarnation: int) -> bool:
+        pod = self.pods.get(self.current(index))
+        return pod is not None and pod.incarnation == incarnation and pod.ready and not pod.finished
 
     def do_wait(self, *indexes: str) -> None:
         """These agents wait for the next round, with their programs loaded, and no others."""
@@ -127,9 +134,9 @@ class ElasticWorld(World):
     def do_roster(self) -> str:
         return str(self.published())
 
-    def take_sizes(self, sizes: Sizes) -> None:
+    def take_sizes(self, sizes: Sizes, surge: int) -> None:
         assert self.view is not None
-        self.view = replace(self.view, sizes=sizes)
+        self.view = replace(self.view, sizes=sizes, surge=surge)
 
     def take_status(self, status: object) -> None:
         self.status = status  # type: ignore[assignment]  # progress is of the agents' rounds, not of the operator's

@@ -201,8 +201,8 @@ class World:
                     del self.pods[name]
             case DeleteJob():
                 pass  # the transcript shows it, and ends there
-            case SetSizes(sizes, _):
-                self.take_sizes(sizes)
+            case SetSizes(sizes, _, surge):
+                self.take_sizes(sizes, surge)
 
     def _scheduled(self, index: int) -> str:
         """The node of a new pod: not one that its pods have to leave, if there is another."""
@@ -223,7 +223,7 @@ class World:
             case DeleteNetworkPolicy():
                 self.network_policy = None
 
-    def take_sizes(self, sizes: Sizes) -> None:
+    def take_sizes(self, sizes: Sizes, surge: int) -> None:
         raise AssertionError(f"this job has no agents that could use the sizes {sizes}")
 
     def take_status(self, status: Status) -> None:

@@ -98,12 +98,17 @@ def _without_spares(facts: Facts, missing: list[int], restarts: Restarts) -> tup
 
 def set_sizes(facts: Facts) -> tuple[SetSizes, ...]:
     """Set the sizes, if the agents' store is ours and holds other ones. While no workers are wanted, the last sizes
-    stay."""
-    view, sizes = facts.round_view, sizing.present(facts.job.spec)
-    if view is None or view.closed is not None or view.sizes == sizes or facts.job.spec.suspend:
+    stay, and nobody is announced."""
+    view, surge = facts.round_view, facts.roster.surge
+    if view is None or view.closed is not None:
+        return ()
+    sizes = view.sizes if facts.job.spec.suspend else sizing.present(facts.job.spec)
+    if sizes is None or (view.sizes, view.surge) == (sizes, surge):
         return ()
     why = "none were set before" if view.sizes is None else f"in place of {view.sizes}"
-    return (SetSizes(sizes, why),)
+    if view.sizes == sizes:
+        why = f"announcing {surge or 'no others'} for the places of workers that have to leave"
+    return (SetSizes(sizes, why, surge),)
 
 
 def soonest(facts: Facts, *requeues: Requeue | None) -> Requeue | None:

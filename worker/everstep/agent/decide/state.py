@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from everstep.agent.decide.events import Instruction, Purpose, Signal, Timer
-from everstep.membership.draining import Staying
+from everstep.membership.draining import Coming, Staying
 from everstep.membership.world_state import Round
 
 
@@ -75,14 +75,15 @@ class Notice:
     """The agent is asked to stop, and it is not decided yet whether the others go on.
 
     `count`: how many members are asked to stop, as the store last said; 0: it has not said yet. `last_count`: the count
-    when the present wait for more requests to stop began. `others`: who could go on. `waits`: nobody else was asked
-    meanwhile, and this agent trains on until another one can take its place.
+    when the present wait for more requests to stop began. `others`: who could go on. `coming`: whether others may still
+    come for the places. `waits`: nobody else was asked meanwhile, and this agent trains on until another one can take
+    its place.
     """
 
     count: int = 0
     last_count: int = 0
     others: Staying = Staying.NOBODY
-    replaced: bool = False
+    coming: Coming = Coming.NEVER
     waits: bool = False
 
 

@@ -3,19 +3,22 @@
     asked: the others are told, training goes on -+-> as many go on: it leaves, at the end of a step if it can
                                                   +-> fewer go on: it trains on until another agent can take its
                                                   |   place, if the job has a publisher, and leaves
+                                                  +-> nobody stays: it trains on if the publisher announces others
                                                   +-> too few stay: all save together and stop
 
 If a job is suspended, all its agents are asked to stop, within about a second. So it is not known at once how many
 stay. Waiting for that costs nothing, because all train meanwhile. Nor does it cost anything to wait for a replacement
-(ADR 0063); but the time is that of the save, if none comes, so it is a third of the grace period. Processes that speak
-with their agent are told to leave, and the other agents' processes go on. Processes that do not speak are sent the
-signal, which a script may handle.
+(ADR 0063); but the time is that of the save, if none comes, so it is a third of the grace period. If all are asked,
+that is a suspension or the drain of the only node: the document says which, because who publishes the job announces
+in it how many it creates for their places. Processes that speak with their agent are told to leave, and the other
+agents' processes go on. Processes that do not speak are sent the signal, which a script may handle.
 
 Processes that speak answer a terminal's Ctrl-C as SIGTERM: they save. All others are sent SIGINT, as by torchrun, and
 have a few seconds to end. A second Ctrl-C kills all at once.
 
 Invariants: no failure is charged for an agent that leaves. An agent that was asked to stop ends within its grace
-period. If the store does not answer, the agent stops as if it were alone, because a saved state loses nothing.
+period. It does not leave a round before one that stays has the training state. If the store does not answer, the agent
+stops as if it were alone, because a saved state loses nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from everstep.agent.decide.state import Ending, Interrupt, Notice, SlotPhase, St
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT
 from everstep.membership.commands import Done, Drain, Stop, Withdraw
-from everstep.membership.draining import Staying
+from everstep.membership.draining import Coming, Staying
 from everstep.membership.world_state import Stopping
 
 QUIET_SECONDS = 1.0  # without another agent that is asked to stop; at most a tenth of the grace period
@@ -114,14 +117,14 @@ def counted(state: State, world_state: Stopping) -> Step:
     if state.notice is None or state.ending is not None:
         return state, ()
     before, others = state.notice, world_state.others
-    replaced = world_state.replaced and state.keeps
-    if others is Staying.NOBODY or (others is Staying.FEW and not replaced):
+    coming = world_state.coming if state.keeps else Coming.NEVER
+    if not others.suffices and coming is Coming.NEVER:
         return _stop_all(state)
-    notice = replace(before, count=world_state.count, others=others, replaced=replaced)
+    notice = replace(before, count=world_state.count, others=others, coming=coming)
     state = replace(state, notice=notice)
     if before.count == 0 or (before.waits and before.count != notice.count):
         return _listen(state)
-    return _go(state) if notice.waits and others is Staying.ALL else (state, ())
+    return _decide(state) if notice.waits else (state, ())
 
 
 def is_quiet(state: State) -> Step:
@@ -130,11 +133,21 @@ def is_quiet(state: State) -> Step:
         return state, ()
     if state.round is None or state.over or state.joining:
         return _uncounted(state), ()  # the next round gives a new count
-    if state.notice.count != state.notice.last_count:
+    if state.notice.count != state.notice.last_count or not _state_stays(state, state.notice.count):
         return _listen(state)
-    if state.notice.others is Staying.ALL or not state.notice.replaced:
-        return _go(state)
-    return replace(state, notice=replace(state.notice, waits=True)), ()
+    return _decide(replace(state, notice=replace(state.notice, waits=True)))
+
+
+def _decide(state: State) -> Step:
+    """It is known who is asked to stop: leave, stop, or train on until others come."""
+    assert state.notice is not None
+    match state.notice.others, state.notice.coming:
+        case (Staying.ALL, _) | (Staying.ENOUGH, Coming.NEVER):
+            return _go(state)
+        case Staying.NOBODY, Coming.UNKNOWN:
+            return _stop_all(state)
+        case _:
+            return state, ()
 
 
 def is_late(state: State) -> Step:
@@ -210,6 +223,16 @@ def _listen(state: State) -> Step:
 def _uncounted(state: State) -> State:
     assert state.notice is not None
     return replace(state, notice=replace(state.notice, count=0, waits=False))
+
+
+def _state_stays(state: State, leaving: int) -> bool:
+    """Whether the training state stays in the round if so many members leave it: its processes train together, or
+    enough members were in the last round that did."""
+    here, before = state.round, state.trained
+    if here is None or before is None or before.number == here.number:
+        return True
+    had = {member.agent for member in before.members}
+    return len([member for member in here.members if member.agent in had]) > leaving
 
 
 def _is_in_place(state: State) -> bool:

@@ -188,14 +188,18 @@ def _everyone(document: Document) -> tuple[Member, ...]:
 def _preferred(document: Document, pool: Sequence[Member]) -> list[Member]:
     """The waiting agents, in the order in which they are taken.
 
-    Agents that are asked to stop come last. Among the others, whole groups come first. Then comes one survivor for each
-    place in a group, then a second one for each place, and so on. Then come new agents.
+    Agents that are asked to stop come last, but for the first survivor if all are asked: it alone has the training
+    state. Among the others, whole groups come first. Then comes one survivor for each place in a group, then a second
+    one for each place, and so on. Then come new agents.
     """
     group = document.sizes.group
     stopping, here = set(document.stopping), {member.agent for member in pool}
     survivors = {member.agent for member in document.remaining()}
     rank = {member.agent: rank for rank, member in enumerate(document.members) if member.agent in survivors}
-    stay = [agent for agent in rank if agent in here and agent not in stopping]
+    survived = [agent for agent in rank if agent in here]
+    stay = [agent for agent in survived if agent not in stopping]
+    if not stay:
+        stopping.difference_update(survived[:1])
     partners = Counter(rank[agent] // group for agent in stay)
     turn: dict[str, int] = {}
     taken: Counter[int] = Counter()
