@@ -18,6 +18,11 @@ pytestmark = pytest.mark.timeout(600)
 STEPS = 12  # 64 samples, 12 a step, the last step of each of 2 epochs with 4
 PRELOAD = "accelerate,accelerate.data_loader,everstep.train.adapters.accelerate"
 
+OF_STEP = (
+    "everstep: 3 processes x 2 samples x 2 batches = 12 samples a step: batch_size=2 is that of one process, as under"
+    " torchrun. To train with 4 samples a step, write DataLoader(…, batch_size=2 // accelerator.num_processes)"
+)
+
 
 def play(folder: Path, kill: str = "", *, kind: str = "train", **how: object) -> Played:
     return play_script(folder, HERE / "run_accelerate_rounds.py", folder, kind, kill, preload=PRELOAD, **how)  # type: ignore[arg-type]
@@ -62,6 +67,7 @@ def test_accelerate_loop_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the
         assert differing(found, reference) == []
     assert len(played.survivors) == SIZE - 1 + (kill == "0:forward0"), "the others kept theirs"
     assert "the last commit" not in played.output
+    assert played.output.count("is that of one process") == played.output.count(OF_STEP) == 1
     if kill[0] in "67":  # in the middle of the profile
         profiled.check(played.folder, played.folder / "commits", [0, 2], left_out=1)
 
@@ -82,6 +88,7 @@ def test_accelerate_loop_under_torchrun_takes_the_same_steps(undisturbed: Played
     played = play(tmp_path / "torchrun", agent=TORCHRUN, restarts=0)
     assert played.code == 0, played.output[-4000:]
     assert [found["step"] for found in played.found] == [STEPS] * SIZE
+    assert played.output.count("is that of one process") == played.output.count(OF_STEP) == 1
     assert played.found[0]["schedule"]["last_epoch"] == undisturbed.found[0]["schedule"]["last_epoch"]
     assert [found["evaluated"][:2] for found in played.found] == [[STEPS, 20]] * SIZE
 

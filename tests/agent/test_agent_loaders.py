@@ -175,6 +175,10 @@ def test_a_run_with_loaders_of_the_script_ends_alike_when_one_of_three_is_killed
 ) -> None:
     code, log, disturbed = play(tmp_path / "disturbed", LOOPS[name], kill)
     assert code == 0, log
+    of_loaders = "samples a step: batch_size=4 is that of one process"
+    # Those of run.loader say their global batch. The process that takes the lost one's place says nothing again.
+    assert log.count(of_loaders) == log.count(f"everstep: 3 processes x 4 samples = 12 {of_loaders}")
+    assert log.count(of_loaders) == (name not in ("evaluated", "collected"))
     ends = [*disturbed, *undisturbed(name)]
     assert [end["world"] for end in ends] == [SIZE] * (2 * SIZE)
     if name != "weighted":  # who seeds by process has another order in each run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,26 @@ def test_ranks_of_a_dataloader_take_the_seed_of_rank_0() -> None:
     first = loader(shuffle=True, generator=torch.Generator().manual_seed(1))
     second = loader(shuffle=True, generator=torch.Generator().manual_seed(2))
     Rank(feed(first, 0), Rank(feed(second, 1)).said)
+
+
+def test_batch_that_grows_with_the_number_of_processes_is_named_in_one_line(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    grows = feed((loader(), elastic(DATA, 0, 0)), 0)
+    grows.say_global_batch()
+    line = (
+        "2 processes x 4 samples = 8 samples a step: batch_size=4 is that of one process, as under torchrun. To train"
+        " with 4 samples a step, write run.loader(dataset, global_batch=4)"
+    )
+    assert capsys.readouterr().err == f"everstep: {line}\n"
+    with caplog.at_level(logging.INFO):
+        grows.say_global_batch()
+    assert caplog.record_tuples == [("everstep.train", logging.INFO, line)]
+    feed(elastic(DATA, 0, 0), 0).say_global_batch()
+    alone = feed_of(loader(), 1, World(0, 1), frozenset({1}))
+    assert alone is not None
+    alone.say_global_batch()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("data", "seed", "words"), [(DATA, 1, "seed=1"), (OTHER, 0, "TensorDataset of 24 samples")])

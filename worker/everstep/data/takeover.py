@@ -35,7 +35,7 @@ log = logging.getLogger("everstep.data")
 class TakenOver(ElasticLoader):
     """The loader that replaces `loader`. `ranks`: the processes for which the job is built. `world`: this process's
     place in the present one. `sizes`: of the worlds for which a `DistributedSampler` may have been made; by default the
-    present one's. `micros`: batches of the loader that a process takes in a step. Raises LoaderUnusable."""
+    present one's. `batches`: how many of the loader's batches a process takes in a step. Raises LoaderUnusable."""
 
     _seed_was_passed = False  # a script that seeds nothing has another in each process
 
@@ -46,16 +46,17 @@ class TakenOver(ElasticLoader):
         ranks: int,
         world: World,
         sizes: frozenset[int] | None = None,
-        micros: int = 1,
+        batches: int = 1,
         compare_samples: bool = True,
     ) -> None:
         sampler, self.batch_size, drop_last = _batches(loader)
-        self._micros = micros
+        self.batches = batches
+        self.batch_option = f"run.loader(dataset, global_batch={self.batch_size})"  # what keeps it in a larger world
         order = _order(loader, sampler, frozenset({world.size}) if sizes is None else sizes)
         super().__init__(
             loader.dataset,
-            global_batch=self.batch_size * ranks * micros,
-            micro_batch=self.batch_size if micros > 1 else None,
+            global_batch=self.batch_size * ranks * batches,
+            micro_batch=self.batch_size if batches > 1 else None,
             rank=world.rank,
             world_size=world.size,
             drop_last=drop_last,
@@ -76,7 +77,7 @@ class TakenOver(ElasticLoader):
     @property
     def processes(self) -> int:
         """How many processes have the samples of a step, each its batches: those that the run began with."""
-        return self._progress.cursor.global_batch // (self.batch_size * self._micros)
+        return self._progress.cursor.global_batch // (self.batch_size * self.batches)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "batch_size": self.batch_size}

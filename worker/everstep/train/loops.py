@@ -345,6 +345,8 @@ class Loops:
             log.warning(loaded_before.TEXT, ", ".join(moved))
         if self._rank == 0 and not nested:
             self._script.warn()
+        if self._rank == 0 and not self.step and feed is not None:
+            feed.say_global_batch()
         if self.step and self._compare_gradients and not self._comparable:
             why = "its state is cut over a mesh" if self._mesh is not None else "the session does not set its seeds"
             log.warning("this process is not compared with one that has trained: %s", why)

@@ -31,6 +31,7 @@ from everstep.train.adapters.late import LateRng
 from everstep.train.adapters.rank_checks import RankChecks
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import figures
+from everstep.train.feeding.feed import say_global_batch
 from everstep.train.guards.common_samples import SAMPLES
 
 try:
@@ -70,6 +71,11 @@ class Position:
     def read(self) -> list[Any]:
         """The DataLoader inside, if each rank reads its share; none if rank 0 alone reads."""
         return [self._loader.base_dataloader] if isinstance(self._loader, DataLoaderShard) else []
+
+    @property
+    def batch_size(self) -> int:
+        """The samples of one process's batch, if Accelerate does not split it."""
+        return int(self._loader.total_batch_size // self._accelerator.num_processes)
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch on this rank."""
@@ -141,6 +147,12 @@ class Run:
             self._checks.begin(state, elastic)
         if elastic is not None:
             self._rng.apply()  # this loader draws no random numbers
+        elif not coordinator.step and accelerator.is_main_process and not accelerator.split_batches:
+            batch_size = self._data.batch_size
+            say_global_batch(
+                accelerator.num_processes, batch_size, accelerator.gradient_accumulation_steps,
+                accelerated.batch_option(batch_size),
+            )  # fmt: skip
         coordinator.watch()
 
     @property

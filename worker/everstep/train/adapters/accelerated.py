@@ -108,6 +108,11 @@ def _step(step: Any, optimizer: Any, closure: Any = None) -> Any:
     return step(optimizer, closure)
 
 
+def batch_option(batch_size: int) -> str:
+    """What a script writes so that a step has as many samples as one process's DataLoader has now."""
+    return f"DataLoader(…, batch_size={batch_size} // accelerator.num_processes)"
+
+
 def count_whole_job(kind: type, name: str) -> None:
     """Let `name`, a property of `kind`, tell a script that does not train yet the most processes that the job may have:
     it computes its batch, its steps and its schedule from them. The library itself gets the number of the present

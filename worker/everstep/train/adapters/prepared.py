@@ -55,7 +55,7 @@ class Session(Run):
     def taken(self, loader: Any, micros: int, *, compare_samples: bool) -> TakenOver:
         try:
             return TakenOver(
-                loader, ranks=self.process.most, world=self._cut(), micros=micros, compare_samples=compare_samples
+                loader, ranks=self.process.most, world=self._cut(), batches=micros, compare_samples=compare_samples
             )
         except DataError as e:
             raise LoopError(
@@ -102,6 +102,7 @@ class Prepared:
         if self._scales:
             self._loader = self._session.taken(_base(loader), self._micros, compare_samples=compare_samples)
             self._loader.samples_option = "start(accelerator, …, compare_samples=False)"
+            self._loader.batch_option = accelerated.batch_option(self._loader.batch_size)
         if not self._scales and self._micros > 1:
             raise LoopError(
                 f"gradient_accumulation_steps={self._micros} with an ElasticLoader, which makes micro-batches itself: "

@@ -6,6 +6,8 @@ step; data that cannot be divided for every world is refused before the first st
 
 from __future__ import annotations
 
+import logging
+import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -22,6 +24,8 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.state.randomness import Gather
 from everstep.train.guards import call_mistakes
 from everstep.train.guards.common_samples import Source
+
+log = logging.getLogger("everstep.train")
 
 
 class Feed:
@@ -181,6 +185,12 @@ class Feed:
             datasets += [d for d in inside if d is not None and not any(d is f for f in datasets)]
         return {id(dataset) for dataset in datasets}
 
+    def say_global_batch(self) -> None:
+        """Say of each DataLoader how many samples a step has. Rank 0 calls it when the run begins."""
+        for loader in self._loaders.values():
+            if isinstance(loader, TakenOver):
+                say_global_batch(loader.processes, loader.batch_size, loader.batches, loader.batch_option)
+
     def is_of(self, argument: Any) -> bool:
         """Whether this object was passed to `steps`."""
         return argument is self._argument
@@ -234,6 +244,24 @@ class Feed:
             )
         for name, loader in self._loaders.items():
             loader.load_state_dict(saved[name])
+
+
+def say_global_batch(processes: int, batch_size: int, batches: int, option: str) -> None:
+    """Write one line about a step in which each of several processes takes `batches` batches of a DataLoader. torchrun
+    trains so too, so it is no warning. But it surprises who kept his loader, so it goes to stderr where nothing shows
+    it. `option`: what keeps the batch of one process."""
+    if processes == 1:
+        return
+    several = f" x {batches} batches" if batches > 1 else ""
+    text = (
+        f"{processes} processes x {batch_size} samples{several} = {processes * batch_size * batches} samples a step:"
+        f" batch_size={batch_size} is that of one process, as under torchrun. To train with {batch_size * batches}"
+        f" samples a step, write {option}"
+    )
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        log.info("%s", text)
+    else:
+        sys.stderr.write(f"everstep: {text}\n")
 
 
 def feed_of(
