@@ -41,5 +41,6 @@ class RoundView:
     # and when the newest of them left.
     left: tuple[tuple[int, int], ...] = ()
     left_at: datetime | None = None
+    drained: frozenset[tuple[int, int]] = frozenset()  # those of `left` that were asked to stop, and left in order
     # As far as this leader has seen, oldest first: processes that ended a round, and that their agents replace.
     ends: tuple[ProcessEnd, ...] = ()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from everstep.contract.document import Document, Loss, Member, Seat, Setback, Sizes
+from everstep.contract.document import LEFT, Document, Loss, Member, Seat, Setback, Sizes
 from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.departures import Departures
 
@@ -63,6 +64,20 @@ def test_worker_that_came_back_as_a_spare_is_one_though_it_left_a_round_before()
 
 def test_replaced_worker_is_forgotten_when_its_successor_comes() -> None:
     assert seen(document(1, "ab", joining="c"), document(2, "ac"), document(2, "ac", joining="B")).left == ()
+
+
+def test_member_that_was_asked_to_stop_left_in_order_until_it_comes_back() -> None:
+    running = document(1, "ab", joining="c")
+    leaving = replace(running, gone=(Loss("b", LEFT),))
+    view = seen(running, leaving, document(2, "ac"))
+    assert view.drained == {(1, 0)} == set(view.left)
+    assert seen(running, document(1, "ab", joining="c", gone="b"), document(2, "ac")).drained == set()
+    assert seen(running, leaving, document(2, "ac", joining="B")).drained == set()
+
+
+def test_new_leader_reads_who_left_in_order() -> None:
+    view = seen(document(2, "ac", history=(Setback(1, "b", LEFT, False),)))
+    assert view.drained == {(1, 0)} == set(view.left)
 
 
 def test_spare_that_goes_has_left_no_round() -> None:

@@ -22,6 +22,7 @@ from everstep_operator.kube.resources import EVENTS, LEASES, PODS, SERVICES, Res
 from everstep_operator.kube.transport import HttpKubeClient
 from everstep_operator.kube.wire import Pod, Unstructured
 from everstep_operator.main import JOBS, Operator
+from everstep_operator.rounds.registry import RoundRegistry
 from everstep_operator.runtime.clock import SystemClock
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.telemetry.metrics import Metrics
@@ -134,6 +135,7 @@ class CountingClient:
     loses: int | None = None
     writes: list[str] = field(default_factory=list)
     dead: asyncio.Event = field(default_factory=asyncio.Event)
+    rounds: RoundRegistry = field(init=False)  # of the operator that has this client: agents would call it
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.inner, name)
@@ -217,6 +219,7 @@ class Operators:
             job_network_policies=network_policies, page_port=page_port,
         )  # fmt: skip
         operator = Operator(Clients.sharing(client), settings, Metrics(), SystemClock(), synced=lambda: None)
+        client.rounds = operator.rounds
         task = asyncio.create_task(operator.run())
         try:
             yield client

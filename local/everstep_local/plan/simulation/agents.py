@@ -80,8 +80,13 @@ class ElasticWorld(World):
         self.view = RoundView(
             number, tuple(sorted(ready[:size])), joining=joining, keeps=self.view.keeps, sizes=self.view.sizes,
             surge=self.view.surge, left=tuple(sorted(left)), left_at=left_at, ends=self.view.ends,
+            drained=frozenset(m for m in left if m in self.view.drained or self._leaves(*m)),
         )  # fmt: skip
         return f"round {number}: {' '.join(f'w{i}-{n}' for i, n in self.view.members)}"
+
+    def _leaves(self, index: int, incarnation: int) -> bool:
+        """Whether the worker trains until the others can go on without it."""
+        return self._still_trains(index, incarnation) and self.pods[self.current(index)].deleted_at is not None
 
     def _still_trains(self, index: int, incarnation: int) -> bool:
         pod = self.pods.get(self.current(index))

@@ -76,7 +76,7 @@ def _done(
     for index in sorted((left | set(roster.leaving)) & roster.workers.keys() - world.members):
         pod = current.get(index)
         if pod is None:
-            if index in roster.leaving:
+            if index in roster.leaving or (index, roster.workers[index].number) in view.drained:
                 done[index] = "it had to leave its node"
         elif pod.stop_was_requested and (_trains(snapshot, pod) or _has_left(pod)):
             done[index] = _why(snapshot, pod) or "it had to leave its node"
