@@ -126,7 +126,8 @@ class Operator:
             expectations,
             require_leading=require,
             monotonic=clock.monotonic,
-            set_sizes=lambda job, *sizes: self.rounds.of(JobRef(job.namespace, job.name, job.uid)).set_sizes(*sizes),
+            set_sizes=lambda job, *sizes: self.rounds.of(_ref(job)).set_sizes(*sizes),
+            begin_rounds=lambda job, sizes, after: self.rounds.of(_ref(job)).begin_anew(sizes, after),
             is_superseded=self._is_superseded,
             limit=limit,
         )
@@ -310,6 +311,10 @@ def _traces(instance: str) -> Traces | None:
             "pip install 'everstep-operator[otel]', or unset the variable"
         ) from error
     return Traces(instance)
+
+
+def _ref(job: JobView) -> JobRef:
+    return JobRef(job.namespace, job.name, job.uid)
 
 
 def _allow_files() -> None:

@@ -318,6 +318,19 @@ def test_update_that_suspends_or_resumes_a_job_may_change_its_template_case_06(g
     assert "spec.template is immutable" in done.stderr
 
 
+def test_update_that_runs_a_finished_job_again_may_change_its_template(guarded: Any) -> None:
+    guarded.create("again", {})
+    over = json.dumps({"status": {"completionTime": "2026-01-01T00:00:00Z"}})
+    done = guarded.kubectl("patch", "tjob/again", "--subresource=status", "--type=merge", "-p", over)
+    assert done.returncode == 0, done.stderr
+    template = {"spec": {"nodeSelector": {"pool": "a"}}}
+    done = guarded.patch("again", {"spec": {"template": template}})
+    assert "of a finished job raise spec.rerun in the same update" in " ".join(done.stderr.split())
+    assert guarded.patch("again", {"spec": {"template": template, "rerun": 1}}).returncode == 0
+    done = guarded.patch("again", {"spec": {"template": {"spec": {"hostNetwork": True}}, "rerun": 2}})
+    assert "spec.template.spec.hostNetwork" in done.stderr
+
+
 def test_good_job_cannot_be_changed_into_a_dangerous_one_case_09(guarded: Any) -> None:
     guarded.create("turned", {})
     done = guarded.patch("turned", {"spec": {"template": {"spec": {"hostNetwork": True}}}})

@@ -188,6 +188,40 @@ def test_commands_that_change_a_job_change_that_job_alone(jobs: Jobs, call: Call
     assert jobs.exists("yours")
 
 
+def test_job_that_has_ended_is_rerun_and_one_that_would_have_nothing_to_do_is_not(jobs: Jobs, call: Call) -> None:
+    def end(name: str, type_: str, **status: Any) -> None:
+        at = {"lastTransitionTime": "2026-01-01T00:00:00Z"}
+        conditions = [
+            {"type": kind, "status": "True", "reason": type_, "message": "over", **at} for kind in ("Ready", type_)
+        ]
+        write(jobs, "tjob", name, {"conditions": conditions, "completionTime": at["lastTransitionTime"], **status})
+
+    url = {"checkpoint": {"url": "s3://bucket/a"}}
+    jobs.create("runs", url)
+    with pytest.raises(JobError, match="can only be raised once the job has finished"):
+        call("rerun", "runs", "--no-wait")
+    jobs.create("failed", {**url, "rerun": 2})
+    end("failed", "Failed", rerun=5)  # a manifest has brought an older value back
+    assert call("rerun", "failed", "--no-wait").startswith("failed: to be run again (namespace ")
+    assert (jobs.get("failed")["spec"]["rerun"], jobs.get("failed")["spec"]["checkpoint"]["url"]) == (
+        6,
+        "s3://bucket/a",
+    )
+    jobs.create("done", url)
+    end("done", "Complete", checkpoint={"lastCommittedStep": 90})
+    for flags in ((), ("--checkpoint", "s3://bucket/a")):
+        with pytest.raises(JobError, match=r"\(step 90\) leaves nothing to train.*raise spec.rerun in the same edit"):
+            call("rerun", "done", *flags)
+    assert jobs.get("done")["spec"]["rerun"] == 0
+    call("rerun", "done", "--no-wait", "--checkpoint", "s3://bucket/b")
+    assert (jobs.get("done")["spec"]["rerun"], jobs.get("done")["spec"]["checkpoint"]["url"]) == (1, "s3://bucket/b")
+    history = [
+        {"rerun": 0, "outcome": "NoProgress", "message": "no new step", "step": 7, "endedAt": "2026-01-01T00:00:00Z"}
+    ]
+    training(jobs, "history", history=history, rerun=1)
+    assert "earlier run: NoProgress at step 7, 2026-01-01T00:00:00Z: no new step" in call("status", "history")
+
+
 def test_nothing_but_the_named_job_and_its_own_pods_can_be_changed(
     jobs: Jobs, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,6 +192,31 @@ async def test_rule_over_the_old_value_lets_an_update_pass_that_suspends_or_resu
     assert resumed.spec == made.spec
 
 
+async def test_counter_of_reruns_is_raised_only_for_a_job_that_has_finished_and_with_it_anything(world: World) -> None:
+    """The rule over the whole object sees the status that is stored, and none that the edit brings."""
+    await world.client.create(JOBS, world.namespace, job("j", {"checkpoint": {"url": "s3://bucket/a"}, "rerun": 3}))
+    over = {"completionTime": "2026-01-01T00:00:00Z"}
+    for change in ({"spec": {"rerun": 4}}, {"spec": {"rerun": 4}, "status": over}):
+        with pytest.raises(Invalid) as caught:
+            await world.client.merge_patch(JOBS, world.namespace, "j", change)
+        assert "spec.rerun" in {cause.field for cause in caught.value.causes}
+        assert "set spec.suspend: true" in caught.value.message
+    lowered = await world.client.merge_patch(JOBS, world.namespace, "j", {"spec": {"rerun": 2}})
+    assert lowered.spec["rerun"] == 2
+    await world.client.patch_status(JOBS, world.namespace, "j", over)
+    with pytest.raises(Invalid) as caught:
+        await world.client.merge_patch(JOBS, world.namespace, "j", {"spec": {"checkpoint": None}})
+    assert "raise spec.rerun in the same update" in caught.value.message
+    changes = {"checkpoint": {"url": "s3://bucket/b"}, "rendezvous": {"joinTimeoutSeconds": 60}, "rerun": 4}
+    again = await world.client.merge_patch(JOBS, world.namespace, "j", {"spec": changes})
+    assert (again.spec["rerun"], again.spec["checkpoint"]["url"]) == (4, "s3://bucket/b")
+    with pytest.raises(Invalid) as caught:
+        await world.client.merge_patch(
+            JOBS, world.namespace, "j", {"spec": {"managedBy": "example.com/other", "rerun": 5}}
+        )
+    assert "spec.managedBy" in {cause.field for cause in caught.value.causes}
+
+
 async def test_rule_over_the_old_value_lets_other_changes_pass(world: World) -> None:
     await world.client.create(JOBS, world.namespace, job("j", {"checkpoint": {"url": "s3://bucket/a"}}))
     change = {"replicas": 5, "checkpoint": {"everySeconds": 60, "keep": 9}, "ttlSecondsAfterFinished": 100}

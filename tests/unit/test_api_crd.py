@@ -15,7 +15,8 @@ from everstep_operator.api.types import TrainingJobSpec
 
 ROOT = Path(__file__).parents[2]
 DESIGNED_SPEC = {
-    *("replicas", "elastic", "processesPerReplica", "rendezvous", "checkpoint", "recovery", "suspend", "managedBy"),
+    *("replicas", "elastic", "processesPerReplica", "rendezvous", "checkpoint", "recovery", "suspend", "rerun"),
+    "managedBy",
     *("activeDeadlineSeconds", "ttlSecondsAfterFinished", "podCleanup", "podDisruptionBudget", "template"),
 }
 DESIGNED_STATUS = {

@@ -27,7 +27,7 @@ from everstep_operator.kube.errors import (
     ServerError,
 )
 from everstep_operator.kube.wire import KubeObject, ObjectMeta, OwnerReference
-from everstep_operator.plan.actions import CreatePod, CreateService, DeletePod, SetSizes
+from everstep_operator.plan.actions import BeginRounds, CreatePod, CreateService, DeletePod, SetSizes
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import JobView
 from everstep_operator.plan.stages import Stage, StageName, staged
@@ -72,6 +72,11 @@ class Server:
             raise self.refuses["sizes"]
         self.log.append(f"sizes {sizes}, {surge} announced")
 
+    async def begin_rounds(self, job: JobView, sizes: Sizes, after: int) -> None:
+        if "rounds" in self.refuses:
+            raise self.refuses["rounds"]
+        self.log.append(f"rounds of {sizes} after {after}")
+
     async def get(self, resource: Any, namespace: str, name: str) -> KubeObject:
         if self.owners.get(name) in (None, "gone"):
             raise NotFound(name)
@@ -104,6 +109,7 @@ class Hand:
             require_leading=self.require,
             monotonic=lambda: self.now,
             set_sizes=self.server.set_sizes,
+            begin_rounds=self.server.begin_rounds,
             is_superseded=lambda job: self.edited,
             limit=WriteLimit(),
         )
@@ -180,6 +186,16 @@ async def test_sizes_that_are_refused_hide_no_other_refusal_and_fail_no_pass(han
     applied = await hand.applier.apply(JOB, staged(told, {StageName.RELEASE: (StageName.SIZES,)}))
     assert applied.create_refused == "no"
     assert hand.server.log == []
+
+
+async def test_rounds_are_begun_anew_after_the_round_that_the_plan_saw_and_a_refusal_fails_no_pass(hand: Hand) -> None:
+    stages = staged({StageName.SIZES: (BeginRounds(Sizes(1, 2), 7, ""),)})
+    hand.server.refuses["rounds"] = WriteRefused("ConfigMap digits-rounds: exceeded quota")
+    await hand.applier.apply(JOB, stages)
+    assert hand.server.log == []
+    hand.server.refuses.clear()
+    await hand.applier.apply(JOB, stages)
+    assert hand.server.log == ["rounds of 1:2 after 7"]
 
 
 @pytest.mark.parametrize("error", [ServerError("etcd has no leader"), Forbidden("exceeded quota")])

@@ -56,6 +56,8 @@ faults = st.one_of(
     st.tuples(st.just("spares"), st.integers(0, 2)),
     st.tuples(st.just("suspend"), st.booleans()),
     st.tuples(st.just("image"), st.integers(1, 3)),
+    st.tuples(st.just("rerun")),
+    st.tuples(st.just("close")),
     st.tuples(st.just("linger")),
     st.tuples(st.just("end")),
     st.tuples(st.just("report"), st.integers(0, 50)),
@@ -124,6 +126,15 @@ class History(PodFaults):
 
     def suspend(self, wanted: bool) -> None:
         self.world.spec["suspend"] = wanted
+
+    def rerun(self) -> None:
+        if is_finished(self.world.status):  # the API server takes it of no other job
+            self.world.spec["rerun"] = self.world.status.rerun + 1
+
+    def close(self) -> None:
+        """All members have succeeded, and end."""
+        if self.world.view is not None and self.world.view.members and not self.world.view.gone:
+            self.world.do_close()
 
     def report(self, step: int) -> None:
         if self.world.status.world.formed_at is not None:
@@ -204,6 +215,10 @@ class History(PodFaults):
             pod = self.world.pods[name]
             assert (pod.index, pod.incarnation) in self.published, f"{name} was created, and nobody published it"
         over = is_finished(status)
+        if is_finished(before) and not over:
+            assert status.rerun == self.world.spec["rerun"] > before.rerun, "begun anew, and nobody wanted that"
+            assert len(status.history) == min(10, len(before.history) + 1)
+            self.finished = None
         for name in pods.keys() - self.world.pods.keys():
             pod, life = pods[name], made.workers.get(pods[name].index)
             assert over or life is None or life.number != pod.incarnation, f"{name} is wanted, and was deleted"

@@ -75,6 +75,7 @@ faults = st.one_of(
     st.tuples(st.just("edit"), st.sampled_from(["maxRestarts", "noProgressLimit"]), st.integers(1, 4)),
     st.tuples(st.just("rules"), st.booleans()),
     st.tuples(st.just("image"), st.integers(1, 3)),
+    st.tuples(st.just("rerun")),
     st.tuples(st.just("linger")),
     st.tuples(st.just("end")),
     st.tuples(st.just("report"), st.integers(0, 50)),
@@ -134,6 +135,10 @@ class History(PodFaults):
     def rules(self, given: bool) -> None:
         self.world.spec["recovery"]["rules"] = RULES if given else []
 
+    def rerun(self) -> None:
+        if is_finished(self.world.status):  # the API server takes it of no other job
+            self.world.spec["rerun"] = self.world.status.rerun + 1
+
     def report(self, step: int) -> None:
         if self.world.status.world.round:
             self.world.do_step(str(step))
@@ -185,7 +190,12 @@ class History(PodFaults):
             self.world.status = before
         if self.world.status != before:
             self.version += 1
-            self.charged_once(before.restarts, self.world.status.restarts, before, self.world.status)
+            if is_finished(before) and not is_finished(self.world.status):
+                assert self.world.status.rerun == self.world.spec["rerun"] > before.rerun, "nobody wanted that"
+                assert len(self.world.status.history) == min(10, len(before.history) + 1)
+                self.finished = None
+            else:
+                self.charged_once(before.restarts, self.world.status.restarts, before, self.world.status)
         if is_finished(self.world.status) and self.finished is None:
             self.finished = self.world.status.to_wire()
         if self.world.status.world.round == before.world.round and self.finished is None:

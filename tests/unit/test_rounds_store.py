@@ -197,6 +197,31 @@ async def test_sizes_that_are_the_same_or_of_a_closed_job_are_not_written() -> N
     assert (document.closed, document.sizes) == ("over", SIZES)
 
 
+async def test_closed_document_is_begun_anew_once_and_its_rounds_go_on() -> None:
+    for at in [*range(4), None]:
+        stage = Stage()
+        await stage.start()
+        rounds = stage.operator()
+        for who, event, _ in STORY[:3]:
+            await change(rounds, stage.agents[who], event)
+        await rounds.of(stage.job).begin_anew(SIZES, 1)
+        assert (await stage.stored() or Document(SIZES)).round == 1, "it is not closed"
+        await change(rounds, stage.agents[0], lambda _: CloseJob("a", "over"))
+        await rounds.of(stage.job).begin_anew(SIZES, 7)
+        assert (await stage.stored() or Document(SIZES)).closed == "over", "another one was meant"
+        with contextlib.suppress(RoundsUnavailable):
+            await stage.operator(Mortal(stage.client, at)).of(stage.job).begin_anew(SIZES, 1)
+        new = stage.operator()
+        await new.of(stage.job).begin_anew(SIZES, 1)
+        assert await stage.stored() == Document(SIZES, ruled=True)
+        assert await stage.published() == 1
+        for who, event, _ in STORY[:3]:
+            await change(new, stage.agents[who], event)
+        document = await stage.stored()
+        assert document is not None
+        assert (document.round, await stage.published()) == (2, 2)
+
+
 async def test_agent_that_changes_the_sizes_or_whose_they_are_or_who_is_announced_is_corrected() -> None:
     stage = Stage()
     await stage.start()

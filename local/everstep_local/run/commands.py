@@ -19,7 +19,7 @@ from everstep_local.run import control, running
 from everstep_local.run.faults import ACTIONS, FaultError, parse
 from everstep_local.run.job_file import Overrides, parse_elastic, read_secret
 from everstep_local.run.manifest import JobFileError
-from everstep_local.run.sources import ended
+from everstep_local.run.sources import Started, ended
 
 app = typer.Typer(add_completion=False)
 # Errors of the user's input, whose text says what is wrong.
@@ -69,7 +69,13 @@ def run(
         secrets[secret_name] = read_secret(Path(path))
     overrides = Overrides(name, workers, checkpoint, parse_elastic(elastic), spares, secrets)
     story = tuple(parse(text) for text in at or ())
-    code = running.run(job, arguments or [], overrides, nodes=nodes, out=out, plain=plain, story=story, page=ui)
+    given = (("--name", name), ("--workers", workers), ("--elastic", elastic), ("--spares", spares), ("--nodes", nodes))
+    options = [f"{option}={value}" for option, value in given if value is not None]
+    options += [f"--secret={each}" for each in secret or ()]
+    started = Started(Path.cwd(), str(job), tuple(options), tuple(arguments or ()))
+    code = running.run(
+        job, arguments or [], overrides, nodes=nodes, out=out, plain=plain, story=story, page=ui, started=started
+    )
     raise typer.Exit(code)
 
 

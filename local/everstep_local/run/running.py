@@ -32,7 +32,7 @@ from everstep_local.run.control import Answer, ControlError, ControlServer, Hand
 from everstep_local.run.faults import ALL, Fault, changes_world, due, target
 from everstep_local.run.job_file import Overrides, Prepared, load, with_local_checkpoints, with_local_claims
 from everstep_local.run.local_run import CLAIMS, LocalRun, Options, Outcome, Refused
-from everstep_local.run.sources import HISTORY, JOB, STATUS, STEPS_SHOWN, event_rows, kept_log
+from everstep_local.run.sources import HISTORY, JOB, STATUS, STEPS_SHOWN, Started, event_rows, kept_log
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import PODS
 from everstep_operator.main import JOBS
@@ -64,13 +64,17 @@ def run(
     plain: bool,
     story: tuple[Fault, ...] = (),
     page: bool = False,
+    started: Started | None = None,
 ) -> int:
-    """Run the job with the faults of `story`; `page`: serve a page about it. Returns the exit code."""
+    """Run the job with the faults of `story`; `page`: serve a page about it; `started`: by what a rerun starts it.
+    Returns the exit code."""
     loaded = load(job, arguments, overrides)
     # Each run has a folder of its own, so it goes on from another run's commits only with --out or --checkpoint.
     folder = out or Path(RUNS) / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     prepared = with_local_claims(with_local_checkpoints(loaded, overrides, folder / "checkpoints"), folder / CLAIMS)
     folder.mkdir(parents=True, exist_ok=True)
+    if started is not None:
+        started.write(folder)
     (folder / JOB).write_text(json.dumps(prepared.manifest, indent=2, default=str) + "\n", "utf-8")
     console = SafeConsole()
     for note in prepared.notes:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,6 +25,8 @@ from everstep_local.run import control
 from everstep_operator.kube.wire import micro_time
 
 STATUS, HISTORY, LOGS, JOB = "status.json", "history.jsonl", "logs", "trainingjob.json"
+STARTED = "started.json"  # what `everstep run` was given, for a rerun
+EVERSTEP = (sys.executable, "-m", "everstep.cli.main")
 PROGRAM, PRINTED = "program", "printed.txt"  # of a run that `start` began
 START_SECONDS, START_POLL_SECONDS = 120.0, 0.1
 LAST_LINES = 20
@@ -69,18 +71,32 @@ def start(job: Mapping[str, Any], files: Mapping[str, str], runs: str) -> Run:
     """A new `everstep run` of this job, as soon as its operator has seen it. Its workers run in a folder with these
     files, by name. It outlives this process. Raises `JobError` with its last lines if it ends before."""
     name = str(job["metadata"]["name"])
-    if any(run.name == name for run in alive()):
-        raise JobError(f"a local run {name} is alive: delete it, or give another name")
-    folder = Path(runs) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    folder = _new_folder(Path(runs), name)
     program = folder / PROGRAM
     try:
         program.mkdir(parents=True)
         for file, text in files.items():
             (program / file).write_text(text, "utf-8")
         (program / JOB).write_text(json.dumps(job), "utf-8")
+    except OSError as e:
+        raise JobError(f"a run cannot be started in {folder}: {e}") from e
+    return _begin(name, [str(program / JOB)], folder, Path.cwd())
+
+
+def _new_folder(runs: Path, name: str) -> Path:
+    if any(run.name == name for run in alive()):
+        raise JobError(f"a local run {name} is alive: delete it, or give another name")
+    return runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def _begin(name: str, arguments: Sequence[str], folder: Path, directory: Path) -> Run:
+    """A process `everstep run` with these arguments in this directory, as soon as its operator has seen the job."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
         with (folder / PRINTED).open("wb") as printed:
             process = subprocess.Popen(
-                [sys.executable, "-m", "everstep.cli.main", "run", str(program / JOB), "--out", str(folder), "--plain"],
+                [*EVERSTEP, "run", "--out", str(folder.resolve()), "--plain", *arguments],
+                cwd=directory,
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
@@ -198,6 +214,13 @@ class LiveRun:
     def suspend(self, job: str, wanted: bool) -> None:
         self._ask("suspend", wanted=wanted)
 
+    def rerun(self, job: str, url: str | None) -> tuple[Run, int]:
+        del job, url
+        raise JobError(
+            f"{self.title} has not ended, and a rerun begins a finished job anew: to restart its workers, everstep "
+            f"suspend {self.name}, then everstep resume {self.name}"
+        )
+
     def delete(self, job: str) -> None:
         self._ask("delete-job")
 
@@ -233,6 +256,35 @@ class LiveRun:
         if view is None or (self.began and view.began != self.began):  # that of another run, which had the same folder
             return RunEnded(f"run {self.name} has ended, and left no {STATUS} in {self.folder}: it was killed")
         return RunEnded(f"run {self.name} has ended; what it left is in {self.folder}", replace(view, job=self.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What `everstep run` was given, without what is of one run: `--out`, `--checkpoint`, `--at`."""
+
+    directory: Path
+    job: str
+    options: tuple[str, ...]
+    words: tuple[str, ...]  # of the script
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*self.options, self.job, *(("--", *self.words) if self.words else ())]
+
+    def write(self, folder: Path) -> None:
+        body = {"directory": str(self.directory), "job": self.job, "options": self.options, "words": self.words}
+        (folder / STARTED).write_text(json.dumps(body, indent=2) + "\n", "utf-8")
+
+
+def _started_by(folder: Path) -> Started:
+    try:
+        body = json.loads((folder / STARTED).read_text("utf-8"))
+        return Started(Path(body["directory"]), body["job"], tuple(body["options"]), tuple(body["words"]))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise JobError(
+            f"{folder / STARTED} does not say how the run was started ({e}): use `everstep run` with --checkpoint, the "
+            f"URL in {folder / JOB}"
+        ) from e
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +341,14 @@ class EndedRun:
 
     def suspend(self, job: str, wanted: bool) -> None:
         self._refuse()
+
+    def rerun(self, job: str, url: str | None) -> tuple[Run, int]:
+        """Another run, in a folder beside this one, over the same commits. Its job is a new one."""
+        started = _started_by(self.folder)
+        present = ((_objects(self.folder).get("trainingjob") or {}).get("spec") or {}).get("checkpoint") or {}
+        if commits := url or present.get("url"):
+            started = replace(started, options=(*started.options, "--checkpoint", commits))
+        return _begin(job, started.arguments, _new_folder(self.folder.parent, job), started.directory), 0
 
     def delete(self, job: str) -> None:
         self._refuse()

@@ -48,6 +48,14 @@ _NAME_CHECKS = (
     ),
 )
 
+# The status is that which the operator has written: the API server ignores one in an edit.
+_RERUN = Check(
+    cel="self.spec.rerun <= oldSelf.spec.rerun || (has(self.status) && has(self.status.completionTime))",
+    message="spec.rerun can only be raised once the job has finished: it begins a finished job anew. To restart a job "
+    "that runs, set spec.suspend: true, and false when its workers have left",
+    field=".spec.rerun",
+)
+
 
 def structural(schema: dict[str, Any], defs: dict[str, Any], *, defaults: bool) -> dict[str, Any]:
     """Pydantic's JSON schema as a structural schema. Raises ValueError for a keyword that has no place in one.
@@ -113,7 +121,7 @@ def _root_schema() -> dict[str, Any]:
             "spec": spec,
             "status": schema_of(Status, defaults=False),
         },
-        "x-kubernetes-validations": [check.as_crd() for check in _NAME_CHECKS],
+        "x-kubernetes-validations": [check.as_crd() for check in (*_NAME_CHECKS, _RERUN)],
     }
 
 

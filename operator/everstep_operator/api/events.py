@@ -33,6 +33,7 @@ class EventReason(StrEnum):
     SCRIPT_REFUSED = "ScriptRefused"
     JOB_SUSPENDED = "JobSuspended"
     JOB_RESUMED = "JobResumed"
+    JOB_RERUN = "JobRerun"
     JOB_COMPLETED = "JobCompleted"
     JOB_FAILED = "JobFailed"
     EDIT_WITHOUT_EFFECT = "EditWithoutEffect"
@@ -56,6 +57,7 @@ _NORMAL = frozenset(
         EventReason.RESTORED_FROM_CHECKPOINT,
         EventReason.JOB_SUSPENDED,
         EventReason.JOB_RESUMED,
+        EventReason.JOB_RERUN,
         EventReason.JOB_COMPLETED,
     }
 )

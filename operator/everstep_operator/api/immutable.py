@@ -4,20 +4,24 @@ Pods of one job that were made from two different specs could not form one world
 changes. `spec.template` is immutable too, but the CRD cannot see into it: the chart's ValidatingAdmissionPolicy
 protects it. As in batch/v1, an update is judged by `suspend` before and after it: one update may suspend a job and put
 its template back, and one may set node selectors and resume the job, as queues do. Workers that are still there then
-are replaced, because their pods say what they were made from (`plan.state.pod_hash`, ADR 0035). Invariant: each rule
-compares presence as well as value, because a rule over an absent field would fail.
+are replaced, because their pods say what they were made from (`plan.state.pod_hash`, ADR 0035). A rerun ends all pods
+of the run before it, so the update that asks for one may change everything (ADR 0064). Invariant: each rule compares
+presence as well as value, because a rule over an absent field would fail.
 """
 
 from __future__ import annotations
 
 from everstep_operator.api.base import Check
 
-SUSPENDED = "self.suspend || oldSelf.suspend"
-REMEDY = "is immutable while the job is not suspended; set spec.suspend: true in the same update, or before it"
+NO_PODS = "self.suspend || oldSelf.suspend || self.rerun > oldSelf.rerun"
+REMEDY = (
+    "is immutable while the job is not suspended; set spec.suspend: true in the same update, or before it; of a "
+    "finished job raise spec.rerun in the same update"
+)
 
 
 def _while_running(field: str, same: str) -> Check:
-    return Check(cel=f"{SUSPENDED} || ({same})", message=f"spec{field} {REMEDY}", field=field)
+    return Check(cel=f"{NO_PODS} || ({same})", message=f"spec{field} {REMEDY}", field=field)
 
 
 def _optional(field: str, parent: str = "") -> str:
@@ -43,12 +47,13 @@ IMMUTABLE: tuple[Check, ...] = (
     ),
     # With etcd, running agents keep the sizes that they were started with, and refuse an agent that asks for others.
     Check(
-        cel=f"{SUSPENDED} || self.rendezvous.backend != 'etcd' || (has(self.elastic) == has(oldSelf.elastic) && "
+        cel=f"{NO_PODS} || self.rendezvous.backend != 'etcd' || (has(self.elastic) == has(oldSelf.elastic) && "
         "(has(self.elastic) ? self.elastic.minReplicas == oldSelf.elastic.minReplicas && "
         "self.elastic.maxReplicas == oldSelf.elastic.maxReplicas && self.elastic.sizes == oldSelf.elastic.sizes "
         ": self.replicas == oldSelf.replicas))",
         message="with spec.rendezvous.backend etcd, the sizes of a job (spec.elastic, or spec.replicas without it) are "
-        "immutable while it is not suspended; set spec.suspend: true in the same update, or before it",
+        "immutable while it is not suspended; set spec.suspend: true in the same update, or before it; of a finished "
+        "job raise spec.rerun in the same update",
         field=".elastic",
     ),
     Check(

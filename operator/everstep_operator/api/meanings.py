@@ -111,7 +111,9 @@ EVENTS: dict[EventReason, str] = {
     EventReason.SCRIPT_REFUSED: "The job failed: the script was refused, and a restart would be refused again.",
     EventReason.JOB_SUSPENDED: "The operator has seen `spec.suspend: true`; the workers leave.",
     EventReason.JOB_RESUMED: "The operator has seen that the job is no longer suspended.",
+    EventReason.JOB_RERUN: "A finished job begins anew, because `spec.rerun` was raised.",
     EventReason.JOB_COMPLETED: "The training is done.",
     EventReason.JOB_FAILED: "The job failed for another reason: the condition `Failed` has it.",
-    EventReason.EDIT_WITHOUT_EFFECT: "A finished job was edited, which changes nothing.",
+    EventReason.EDIT_WITHOUT_EFFECT: "A finished job was edited, and no field that still has an effect; or "
+    "`spec.rerun` is a value that was acted on already.",
 }

@@ -18,6 +18,7 @@ from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionTy
 from everstep_operator.api.types import MAX_SPARES
 
 MAX_RECOVERIES = 10
+MAX_HISTORY = 10
 MAX_WORKERS = 4096
 MAX_INCARNATION = 99_999_999  # eight digits of a pod's name
 MAX_LOG_LINES = 20
@@ -281,6 +282,24 @@ class Failure(StatusModel):
     )
 
 
+class EarlierRun(StatusModel):
+    """One run of a job that was run again since."""
+
+    rerun: Count = Field(default=0, description="The value of spec.rerun that it was begun by.")
+    outcome: Annotated[str, StringConstraints(max_length=64)] = Field(
+        description="Complete, or the reason of the condition Failed."
+    )
+    message: Annotated[str, StringConstraints(max_length=256)] = Field(default="", description="What its end said.")
+    started_at: Timestamp | None = Field(
+        default=None, description="Since when it wanted workers; if it was suspended, since the last resume."
+    )
+    ended_at: Timestamp | None = Field(default=None, description="When it became Complete or Failed.")
+    active_seconds: Count = Field(default=0, description="Seconds for which it wanted workers.")
+    step: Count | None = Field(default=None, description="Its highest completed step.")
+    committed_step: Count | None = Field(default=None, description="Step of its newest commit.")
+    restarts: Count = Field(default=0, description="How often workers of it were restarted, for any reason.")
+
+
 class Condition(StatusModel):
     """A condition as in metav1.Condition."""
 
@@ -316,8 +335,8 @@ class Status(StatusModel):
     )
     earlier_active_seconds: Count = Field(
         default=0,
-        description="Seconds for which the job wanted workers before startTime, without those for which it was "
-        "suspended. goodputPercent counts them.",
+        description="Seconds for which the job wanted workers before startTime, also in earlier runs, without those "
+        "for which it was suspended. goodputPercent counts them.",
     )
     completion_time: Timestamp | None = Field(
         default=None, description="When it became Complete or Failed; spec.ttlSecondsAfterFinished runs from it."
@@ -326,6 +345,12 @@ class Status(StatusModel):
         default=None,
         description="Since when a worker of the present roster cannot be created: the API server refuses an object, "
         "or its name is taken. spec.recovery.startTimeoutSeconds runs from it. Absent: no worker waits for that.",
+    )
+    rerun: Count = Field(
+        default=0, description="The value of spec.rerun that the present run was begun by: a higher one begins another."
+    )
+    history: tuple[EarlierRun, ...] = Field(
+        default=(), max_length=MAX_HISTORY, description="The runs before this one, newest first: the last ten."
     )
     world: World = Field(default=World(), description="The membership that trains now.")
     roster: Roster | None = Field(

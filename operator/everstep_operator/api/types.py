@@ -248,6 +248,12 @@ class TrainingJobSpec(ApiModel):
     checkpoint: Checkpoint | None = Field(default=None, description="Where the training state is committed.")
     recovery: Recovery = section(Recovery, "What happens after a loss.")
     suspend: Bool = Field(default=False, description="True: no pods. False: continue from the last commit.")
+    rerun: Annotated[Int32, Field(ge=0)] = Field(
+        default=0,
+        description="A counter. A finished job begins anew when it is above status.rerun, and goes on from the newest "
+        "commit at checkpoint.url; all other fields may change in the same update. Only a finished job takes a higher "
+        "value.",
+    )
     active_deadline_seconds: Annotated[Int32, Field(ge=1, le=YEAR)] | None = Field(
         default=None,
         description="Seconds after its start at which the job fails, even while it trains. As in batch/v1, suspending "

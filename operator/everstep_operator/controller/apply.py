@@ -33,6 +33,7 @@ from everstep_operator.kube.resources import NETWORK_POLICIES, PDBS, PODS, SERVI
 from everstep_operator.kube.wire import KubeObject, Unstructured, controller_of, controller_uid
 from everstep_operator.plan.actions import (
     Action,
+    BeginRounds,
     CreateDisruptionBudget,
     CreateNetworkPolicy,
     CreatePod,
@@ -76,7 +77,8 @@ class _Refusals:
 
 class Applier:
     """`require_leading` raises when this replica may not write; `monotonic` is the clock of the expectations;
-    `set_sizes` sets the sizes of a job's rounds; `is_superseded`: whether a newer spec of the job is known."""
+    `set_sizes` sets the sizes of a job's rounds, `begin_rounds` begins closed ones anew; `is_superseded`: whether a
+    newer spec of the job is known."""
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class Applier:
         require_leading: Callable[[], object],
         monotonic: Callable[[], float],
         set_sizes: Callable[[JobView, Sizes, int], Awaitable[None]],
+        begin_rounds: Callable[[JobView, Sizes, int], Awaitable[None]],
         is_superseded: Callable[[JobView], bool],
         limit: WriteLimit,
     ) -> None:
@@ -95,7 +98,7 @@ class Applier:
         self._expectations = expectations
         self._require_leading = require_leading
         self._monotonic = monotonic
-        self._set_sizes = set_sizes
+        self._set_sizes, self._begin_rounds = set_sizes, begin_rounds
         self._is_superseded = is_superseded
         self._limit = limit
 
@@ -182,12 +185,9 @@ class Applier:
             case DeleteJob():
                 await self._delete(self._jobs, job, job.name, action.uid)
             case SetSizes():
-                try:
-                    await self._set_sizes(job, action.sizes, action.surge)
-                except (
-                    WriteRefused
-                ):  # the next plan reads it from the rounds, at the time of the retry of other refusals
-                    return False
+                return await _unless_refused(self._set_sizes(job, action.sizes, action.surge))
+            case BeginRounds():
+                return await _unless_refused(self._begin_rounds(job, action.sizes, action.after))
             case other:
                 assert_never(other)
         return True
@@ -256,6 +256,16 @@ class Applier:
         except Conflict:
             return False  # the UID precondition: the name belongs to a successor
         return True
+
+
+async def _unless_refused(write: Awaitable[None]) -> bool:
+    """Whether the round store's document could be written. The next plan reads a refusal from the rounds, at the time
+    of the retry of other refusals."""
+    try:
+        await write
+    except WriteRefused:
+        return False
+    return True
 
 
 def _flow(job: JobView) -> Flow:

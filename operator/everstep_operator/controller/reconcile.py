@@ -214,6 +214,8 @@ class Reconciler:
         now = self._clock.now()
         memory.written, memory.written_at = version, now
         old, new = job.status, decided.status
+        if is_finished(old) and not is_finished(new):  # a rerun: what the earlier run reported is none of its progress
+            memory.progress = JobProgress(status, now)
         if new.world.round > old.world.round:
             memory.progress.published(new.world.round, now)
         if recovery_record.is_open(new.recoveries) and new.recoveries != old.recoveries:

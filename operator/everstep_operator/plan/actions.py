@@ -115,6 +115,19 @@ class SetSizes:
         return f"set sizes {self.sizes} ({self.why})"
 
 
+@dataclass(frozen=True, slots=True)
+class BeginRounds:
+    """Begin the job's document of rounds anew, with these sizes, if it is still that which was closed after round
+    `after`. The agents of the run that closed it have ended."""
+
+    sizes: Sizes
+    after: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"begin rounds of {self.sizes} anew after round {self.after} ({self.why})"
+
+
 Action = (
     CreateService
     | CreatePod
@@ -126,4 +139,5 @@ Action = (
     | DeleteNetworkPolicy
     | DeleteJob
     | SetSizes
+    | BeginRounds
 )

@@ -31,8 +31,12 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
     deleted = [a for a in plan.actions if isinstance(a, DeletePod)]
     if new.world.round < old.world.round:
         raise PlanError(f"round goes back from {old.world.round} to {new.world.round}")
-    if is_finished(old) and (created or _result(new) != _result(old)):
-        raise PlanError("a finished job is given pods or another status")
+    if is_finished(old) and created:
+        raise PlanError("a finished job is given pods")
+    if is_finished(old) and is_finished(new) and _result(new) != _result(old):
+        raise PlanError("a finished job is given another status")
+    if is_finished(old) and not is_finished(new) and not old.rerun < new.rerun == snapshot.job.spec.rerun:
+        raise PlanError(f"a finished job of rerun {old.rerun} begins anew as rerun {new.rerun}")
     if is_finished(new) and created:
         raise PlanError("a job is finished and given pods in one plan")
     if len({c.name for c in created}) != len(created) or len({d.uid for d in deleted}) != len(deleted):

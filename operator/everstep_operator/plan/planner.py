@@ -1,7 +1,7 @@
 """The planner makes one plan from one observation of a job. Start reading here.
 
 The shape of a pass:
-  1. a job that is being deleted, managed elsewhere or finished needs no world;
+  1. a job that is being deleted, managed elsewhere or finished needs no world, unless it is to run again (`rerun`);
   2. `state.facts`: all that a decision depends on, derived once;
   3. `decide.policies`: is the job complete, suspended, overdue, has it lost a worker, was it resized?
   4. `render.assembly`: a change of what should exist is *published* first (a compare-and-swap on the job's status) and
@@ -25,7 +25,7 @@ from everstep_operator.plan.check import check
 from everstep_operator.plan.decide.completion import is_finished
 from everstep_operator.plan.decide.policies import decide
 from everstep_operator.plan.outcome import Plan
-from everstep_operator.plan.render import finished_job
+from everstep_operator.plan.render import finished_job, rerun
 from everstep_operator.plan.render.assembly import render_plan
 from everstep_operator.plan.sanitize import sanitized
 from everstep_operator.plan.snapshot import Snapshot
@@ -60,6 +60,6 @@ def _decide(snapshot: Snapshot) -> Plan:
     if job.spec.managed_by not in (None, OUR_NAME):
         return Plan(job.status, reason=f"managed by {job.spec.managed_by}")
     if is_finished(job.status):
-        return finished_job.after_finish(snapshot)
+        return rerun.begin(snapshot) if rerun.is_wanted(job) else finished_job.after_finish(snapshot)
     known = facts.derive(snapshot)
     return render_plan(known, decide(known))

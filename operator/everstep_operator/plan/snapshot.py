@@ -238,6 +238,12 @@ class JobView:
     def key(self) -> str:
         return f"{self.namespace}/{self.name}"
 
+    @property
+    def rerun(self) -> int:
+        """The value of `spec.rerun` that the present run was begun by. The first run takes the one that it finds."""
+        has_begun = self.status.roster is not None or self.status.world.round > 0
+        return self.status.rerun if has_begun else max(self.status.rerun, self.spec.rerun)
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:

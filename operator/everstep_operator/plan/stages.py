@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from everstep_operator.plan.actions import (
     Action,
+    BeginRounds,
     CreateDisruptionBudget,
     CreateNetworkPolicy,
     CreatePod,
@@ -37,7 +38,7 @@ class StageName(StrEnum):
     NETWORK = "network"  # the service that gives pods their host names
     GUARD = "guard"  # the disruption budget and the network policy: no pod waits for them
     CREATE = "create"  # pods
-    SIZES = "sizes"  # the sizes that the round store gives to the agents
+    SIZES = "sizes"  # what the round store gives to the agents: their sizes, or a new document
     RELEASE = "release"  # healthy workers that are no longer wanted
     CLEAN = "clean"  # the remaining objects of a finished job
     END = "end"  # the job itself
@@ -49,7 +50,7 @@ ALLOWED: Mapping[StageName, tuple[type[Action], ...]] = {
     StageName.NETWORK: (CreateService,),
     StageName.GUARD: (CreateDisruptionBudget, DeleteDisruptionBudget, CreateNetworkPolicy, DeleteNetworkPolicy),
     StageName.CREATE: (CreatePod,),
-    StageName.SIZES: (SetSizes,),
+    StageName.SIZES: (SetSizes, BeginRounds),
     StageName.RELEASE: (DeletePod,),
     StageName.CLEAN: (DeletePod, DeleteService, DeleteDisruptionBudget, DeleteNetworkPolicy),
     StageName.END: (DeleteJob,),

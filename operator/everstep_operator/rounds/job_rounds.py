@@ -4,7 +4,7 @@ The document is durable (`documents`); presence and watches are only in this lea
 content of a document (`everstep.membership`), with two exceptions. A round's number is assigned here, by publication:
 so no two memberships ever have the same number, whichever replica believes that it leads. And join requests of agents
 that ask for it are written here, many in one swap, by the same pure machine. Invariants: a round's number only grows;
-its members never change; a closed job stays closed; a refused call changes nothing.
+its members never change; for agents a closed job stays closed; a refused call changes nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from everstep_operator.rounds.documents import (
 from everstep_operator.rounds.presence import Presences, Worker
 from everstep_operator.rounds.process_ends import ProcessEnds
 from everstep_operator.rounds.rules import (
+    begun_anew,
     corrected,
     renumbered,
     require_lawful,
@@ -236,12 +237,20 @@ class JobRounds:
     async def set_sizes(self, sizes: Sizes, surge: int = 0) -> None:
         """Set the sizes for the job's agents, and announce `surge` others. Raises RoundsUnavailable, after which they
         may be set or not."""
+        await self._change(lambda text, document: with_sizes(text, document, sizes, surge))
+
+    async def begin_anew(self, sizes: Sizes, after: int) -> None:
+        """Begin the document anew that was closed after round `after`: all agents that knew it have ended. Raises as
+        `set_sizes`."""
+        await self._change(lambda _, document: begun_anew(document, sizes, after))
+
+    async def _change(self, change: Callable[[str | None, Document | None], tuple[str, Document] | None]) -> None:
         async with self._lock:
             if self._stored is None:
                 await self._load()
             for _ in range(2):  # the known document may be old: then the write fails, and reads it again
                 assert self._stored is not None
-                changed = with_sizes(self._stored.document, self._document, sizes, surge)
+                changed = change(self._stored.document, self._document)
                 if changed is None or await self._put(self._stored.version, *changed) is not None:
                     return
             raise RoundsUnavailable("another operator changed the document at the same time")

@@ -1,7 +1,7 @@
 """The operator's own rules about a job's document, and the round that a plan reads from it. Pure.
 
 It knows no agents and no store. Invariants that `require_lawful` keeps: a round's number only grows; its members never
-change; a closed job stays closed.
+change; a closed job stays closed. Only the operator begins a closed document anew, for another run of the job.
 """
 
 from __future__ import annotations
@@ -63,6 +63,14 @@ def with_sizes(text: str | None, document: Document | None, sizes: Sizes, surge:
     fields = written if text is None else json.loads(text)
     set_here = {name: written[name] for name in ("sizes", "ruled", "surge")}
     return json.dumps({**fields, **set_here}, separators=(",", ":")), after
+
+
+def begun_anew(document: Document | None, sizes: Sizes, after: int) -> tuple[str, Document] | None:
+    """A document without rounds, in place of the one that was closed after round `after`; None if this is another.
+    Rounds of the job go on with the next number that was never published."""
+    if document is None or document.closed is None or document.round != after:
+        return None
+    return with_sizes(None, None, sizes, 0)
 
 
 def corrected(text: str, document: Document, before: Document | None) -> tuple[str, Document]:

@@ -36,7 +36,7 @@ EXIT_CODES = {
 # the user's input, whose text says what is wrong.
 GROUP = "everstep.commands"
 LOCAL = ("run", "start", "ui", "plan", "render", "bench")
-_OF_JOBS = ("list", "status", "logs", "events", "scale", "suspend", "resume", "migrate", "delete", "kill")
+_OF_JOBS = ("list", "status", "logs", "events", "scale", "suspend", "resume", "rerun", "migrate", "delete", "kill")
 OWN = {
     **dict.fromkeys(_OF_JOBS, "everstep.cli.jobs.commands"),
     **dict.fromkeys(("goodput", "nodes"), "everstep.cli.jobs.costs"),

@@ -14,6 +14,7 @@ from everstep.client import manifest, program
 from everstep.client.commits import commits
 from everstep.client.errors import ClusterUnavailable, InvalidRequest, JobFailed, WaitTimeout, translated
 from everstep.client.shapes import STATUSES, Checkpoint, Event, Job, Rows
+from everstep.jobs import rerun as again
 from everstep.jobs.source import (
     RUNS,
     JobError,
@@ -201,6 +202,21 @@ class TrainingClient:
             return self.get_job(name)
         return self._wait(name, lambda view: view.status.startswith("Running"), f"job {name}: Running", timeout)
 
+    def rerun(self, name: str, checkpoint: str | None = None, timeout: float = WAIT_SECONDS) -> Job:
+        """Begin a job anew that has failed or is complete, and return when it trains; with `timeout=0` at once. It goes
+        on from its newest commit, or with commits at the URL `checkpoint`."""
+        with translated():
+            source, number = again.rerun(self._source(name), name, checkpoint)
+        if not timeout:
+            return self._job(name)
+        return self._wait(
+            name,
+            lambda view: view.status.startswith("Running") or view.status == "Complete",
+            f"job {name}: Running",
+            timeout,
+            look=lambda: again.of_run(source.summary(name), number),
+        )
+
     def delete_job(self, name: str) -> None:
         """Delete a job with its workers. What it has committed stays. A local run that has ended is refused: its folder
         is all that there is of it."""
@@ -251,10 +267,17 @@ class TrainingClient:
         require_name(name)
         return self._cluster.summary(name) if self._runs is None else self._seen(name)[1]
 
-    def _wait(self, name: str, done: Callable[[View], bool], what: str, timeout: float) -> Job:
+    def _wait(
+        self,
+        name: str,
+        done: Callable[[View], bool],
+        what: str,
+        timeout: float,
+        look: Callable[[], View] | None = None,
+    ) -> Job:
         with translated():
             try:
-                view = wait_until(lambda: self._summary(name), done, what, timeout)
+                view = wait_until(look or (lambda: self._summary(name)), done, what, timeout)
             except EndedBefore as e:
                 raise JobFailed(str(e)) from None
             except NotInTime as e:

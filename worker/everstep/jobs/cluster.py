@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from everstep.contract import labels
+from everstep.jobs import rerun
 from everstep.jobs.source import JobError, Misconfigured, NoCluster, NoSuchJob, Unreachable, Where, migration
 from everstep.jobs.view import EventRow, Object, View, event_row, event_time, of_objects
 
@@ -186,6 +187,13 @@ class Cluster:
 
     def suspend(self, job: str, wanted: bool) -> None:
         self._patch(job, {"spec": {"suspend": wanted}})
+
+    def rerun(self, job: str, url: str | None) -> tuple[Cluster, int]:
+        body, number = rerun.patch(self._job(job), url)
+        stored = self._call("PATCH", self._path(job), job=job, body=body)
+        if (stored.get("spec") or {}).get("rerun") != number:
+            raise JobError(f"{self.cluster} knows no spec.rerun: its operator is older than this program, upgrade it")
+        return self, number
 
     def delete(self, job: str) -> None:
         self._call("DELETE", self._path(job), job=job, body={"propagationPolicy": "Background"})

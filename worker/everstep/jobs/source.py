@@ -93,6 +93,11 @@ class Source(Protocol):
 
     def suspend(self, job: str, wanted: bool) -> None: ...
 
+    def rerun(self, job: str, url: str | None) -> tuple[Source, int]:
+        """Begin a job anew that has ended, with commits at `url` if one is given; whoever has it now, and the value of
+        `status.rerun` that the new run will have."""
+        ...
+
     def delete(self, job: str) -> None: ...
 
     def kill(self, job: str, pod: str, *, delete: bool) -> str:
@@ -177,9 +182,9 @@ def require_name(job: str) -> None:
         raise JobError(f"{job!r} is no job's name: lower-case letters, digits and dashes")
 
 
-def pick(job: str | None, where: Where, *, changes: bool = False) -> tuple[Source, str]:
-    """The source and the job's name. With `changes`, a run that has ended is not meant. Raises `JobError`, and
-    `Unreachable` where the cluster that may have the job does not answer."""
+def pick(job: str | None, where: Where, *, changes: bool = False, over: bool = False) -> tuple[Source, str]:
+    """The source and the job's name. With `changes`, a run that has ended is meant only if `over`. Raises `JobError`,
+    and `Unreachable` where the cluster that may have the job does not answer."""
     if job is not None:
         require_name(job)
     if where.names_a_cluster:
@@ -199,16 +204,18 @@ def pick(job: str | None, where: Where, *, changes: bool = False) -> tuple[Sourc
         try:
             source = cluster(where)
             if has(source, job):
-                over = next((run for run in local_ended(None) if run.name == job), None) if changes else None
-                if over is not None:
-                    raise JobError(f"{job} is a local run ({over.title}) and a job in {source.title}: give -n for that")
+                other = next((run for run in local_ended(None) if run.name == job), None) if changes else None
+                if other is not None:
+                    raise JobError(
+                        f"{job} is a local run ({other.title}) and a job in {source.title}: give -n for that"
+                    )
                 return source, job
             others = f"; {source.title} has no such job"
         except NoCluster as e:
             others = f"; {e}"
         except (Unreachable, Misconfigured) as e:
             problem = e
-    left = [] if changes else local_ended(where.out)
+    left = [] if changes and not over else local_ended(where.out)
     kept = next((run for run in left if job is None or run.name == job), None)
     if kept is not None:
         return kept, kept.name

@@ -92,6 +92,15 @@ class View:
         return f"{spares.get('ready') or 0} of {spares['wanted']}" if spares.get("wanted") else ""
 
     @property
+    def earlier_runs(self) -> list[str]:
+        """What became of the runs before this one, newest first."""
+        return [
+            f"{run.get('outcome')} at step {run.get('step') if run.get('step') is not None else '–'}, "
+            f"{run.get('endedAt') or 'at an unknown time'}: {run.get('message') or ''}"
+            for run in self.raw_status.get("history") or ()
+        ]
+
+    @property
     def over_at(self) -> datetime | None:
         """When the job was over, or when it was so; None while it goes on."""
         end = str(self.raw_status.get("completionTime") or "") if ended(self.raw_status) else ""

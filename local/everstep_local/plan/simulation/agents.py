@@ -143,8 +143,14 @@ class ElasticWorld(World):
         assert self.view is not None
         self.view = replace(self.view, sizes=sizes, surge=surge)
 
-    def take_status(self, status: object) -> None:
-        self.status = status  # type: ignore[assignment]  # progress is of the agents' rounds, not of the operator's
+    def begin_rounds(self, sizes: Sizes, after: int) -> None:
+        if self.view is not None and self.view.closed is not None and self.view.round == after:
+            self.view = RoundView(0, sizes=sizes)
+
+    def take_status(self, status: Status) -> None:
+        if status.rerun > self.status.rerun:
+            self.progress = ReportedProgress()
+        self.status = status  # progress is of the agents' rounds, not of the operator's
 
     def do_untold_step(self, step: str) -> None:
         """Reports of processes that do not know their round."""

@@ -18,6 +18,7 @@ from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan.actions import (
     Action,
+    BeginRounds,
     CreateDisruptionBudget,
     CreateNetworkPolicy,
     CreatePod,
@@ -203,6 +204,8 @@ class World:
                 pass  # the transcript shows it, and ends there
             case SetSizes(sizes, _, surge):
                 self.take_sizes(sizes, surge)
+            case BeginRounds(sizes, after, _):
+                self.begin_rounds(sizes, after)
 
     def _scheduled(self, index: int) -> str:
         """The node of a new pod: not one that its pods have to leave, if there is another."""
@@ -226,7 +229,12 @@ class World:
     def take_sizes(self, sizes: Sizes, surge: int) -> None:
         raise AssertionError(f"this job has no agents that could use the sizes {sizes}")
 
+    def begin_rounds(self, sizes: Sizes, after: int) -> None:
+        raise AssertionError(f"this job has no rounds that could begin anew after {after} with the sizes {sizes}")
+
     def take_status(self, status: Status) -> None:
+        if status.rerun > self.status.rerun:  # as the reconciler does
+            self.progress = ReportedProgress(round=self.progress.round)
         if status.world.round > self.status.world.round:
             # As JobProgress does: a new round starts with no reports of its own.
             keep = {

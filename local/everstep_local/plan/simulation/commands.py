@@ -66,6 +66,15 @@ def started(world: World) -> str:
     return f"{since}, and for {earlier}s before"
 
 
+def history(world: World) -> str:
+    """The runs before this one."""
+    return "\n".join(
+        f"rerun {run.rerun}: {run.outcome}, {run.active_seconds}s, step {run.step}, committed {run.committed_step}, "
+        f"{run.restarts} restarts: {run.message}"
+        for run in world.status.history
+    )
+
+
 def pods(world: World) -> str:
     return " ".join(sorted(world.pods)) or "none"
 
@@ -81,5 +90,6 @@ COMMANDS: dict[str, Callable[..., str | None]] = {
     "replicas": replicas,
     "attention": attention,
     "started": started,
+    "history": history,
     "pods": pods,
 }

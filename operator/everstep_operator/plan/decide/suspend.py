@@ -13,14 +13,14 @@ from everstep_operator.plan.state.facts import Facts
 def when_suspended(facts: Facts) -> Publish | Keep | None:
     if not facts.job.spec.suspend:
         return None
-    none = _none(facts)
+    none = no_workers(facts)
     if none == facts.roster:
         return Keep()
     message = "spec.suspend is true: no workers"
     return Publish(none, message, ReadyReason.SUSPENDED, Event(EventReason.JOB_SUSPENDED, message))
 
 
-def _none(facts: Facts) -> roster.Roster:
+def no_workers(facts: Facts) -> roster.Roster:
     """The empty roster. A job that was created suspended (by a queue, for example) and never had pods needs none."""
     if facts.published is None:
         return roster.initial(facts.snapshot, 0)

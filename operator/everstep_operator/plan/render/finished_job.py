@@ -148,7 +148,7 @@ def _after_edit(job: JobView) -> tuple[Status, tuple[Event, ...]]:
     ready = old.condition(ConditionType.READY)
     text = (
         f"the job is {ready.reason if ready is not None else 'finished'}: of its spec only podCleanup and "
-        "ttlSecondsAfterFinished still have an effect; to train on, create a job with the same spec.checkpoint.url"
+        f"ttlSecondsAfterFinished still have an effect; to run it again, set spec.rerun to {old.rerun + 1} or more"
     )
     return made, (Event(EventReason.EDIT_WITHOUT_EFFECT, text),)
 

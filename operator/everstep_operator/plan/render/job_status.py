@@ -85,6 +85,8 @@ def render(
         earlier_active_seconds=earlier,
         completion_time=old.completion_time or finished_at,
         refused_since=refused_since,
+        rerun=job.rerun,
+        history=old.history,
         world=world,
         roster=roster,
         progress=_progress(snapshot),

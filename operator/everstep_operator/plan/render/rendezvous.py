@@ -68,7 +68,7 @@ def of_round(job: JobView, index: int, round_: int, size: int) -> dict[str, str]
 
 def of_agents(job: JobView, settings: Settings) -> dict[str, str]:
     """Settings for everstep and etcd. The agents agree on rounds in a store outside the workers, under one run id for
-    the whole job."""
+    the whole job. In etcd a rerun has one of its own: nobody can begin the document of the earlier run anew there."""
     chosen = job.spec.rendezvous
     sizes = sizing.bounds(job.spec)
     conf: dict[str, str | int] = {"timeout": chosen.join_timeout_seconds}
@@ -88,7 +88,7 @@ def of_agents(job: JobView, settings: Settings) -> dict[str, str]:
         "PET_NPROC_PER_NODE": str(job.spec.processes()),
         "PET_RDZV_BACKEND": _HANDLERS[chosen.backend],
         "PET_RDZV_ENDPOINT": endpoint,
-        "PET_RDZV_ID": job.uid,
+        "PET_RDZV_ID": f"{job.uid}-{job.rerun}" if job.rerun and chosen.etcd is not None else job.uid,
         "PET_RDZV_CONF": _conf(conf),
     }
 

@@ -1,5 +1,5 @@
-"""The commands about jobs: `everstep list`, `status`, `logs`, `events`, `scale`, `suspend`, `resume`, `migrate`,
-`delete`, `kill`.
+"""The commands about jobs: `everstep list`, `status`, `logs`, `events`, `scale`, `suspend`, `resume`, `rerun`,
+`migrate`, `delete`, `kill`.
 
 This module parses, asks a `source.Source`, and prints.
 """
@@ -18,6 +18,7 @@ from everstep.cli.jobs import following, tables
 from everstep.cli.jobs.tables import Output
 from everstep.cli.printing import safe_line, say, say_error
 from everstep.contract import labels
+from everstep.jobs import rerun as again
 from everstep.jobs.source import (
     WORKER,
     JobError,
@@ -306,10 +307,45 @@ def resume(
     say(f"{name}: {'trains again' if wait else 'to be resumed'} ({source.title})")
 
 
-def _wait(source: Source, job: str, what: str, done: Callable[[View], bool], *, no_workers: bool = False) -> None:
+@app.command()
+def rerun(
+    job: Annotated[str, typer.Argument(help="The job's name.")],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Commit there instead; where there are no commits, from the start."),
+    ] = None,
+    wait: Wait = True,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    out: Out = None,
+) -> None:
+    """Begin a job anew that has failed or is complete; it goes on from its newest commit."""
+    before, name = pick(job, Where(namespace, context, kubeconfig, out), changes=True, over=True)
+    source, number = again.rerun(before, name, checkpoint)
+    if wait:
+        _wait(
+            source, name, "its workers train", _trains_or_has, look=lambda: again.of_run(source.summary(name), number)
+        )
+    say(f"{name}: {'runs again' if wait else 'to be run again'} ({source.title})")
+
+
+def _trains_or_has(view: View) -> bool:
+    return view.status.startswith("Running") or view.status == "Complete"
+
+
+def _wait(
+    source: Source,
+    job: str,
+    what: str,
+    done: Callable[[View], bool],
+    *,
+    no_workers: bool = False,
+    look: Callable[[], View] | None = None,
+) -> None:
     """Wait until `done`, with `no_workers` also until they are gone; and print on stderr what for: at a terminal at
-    least every `WORD_SECONDS`, else when that changes. Raises `JobError` when the job has ended, or after
-    `WAIT_SECONDS`."""
+    least every `WORD_SECONDS`, else when that changes. `look` gives the job if not the source alone does. Raises
+    `JobError` when the job has ended, or after `WAIT_SECONDS`."""
     began = time.monotonic()
     message, printed_at = "", began
 
@@ -323,7 +359,7 @@ def _wait(source: Source, job: str, what: str, done: Callable[[View], bool], *, 
     def whole(view: View) -> bool:
         return done(view) and not (no_workers and source.view(job).workers)
 
-    wait_until(lambda: source.summary(job), whole, what, WAIT_SECONDS, waiting=waiting)
+    wait_until(look or (lambda: source.summary(job)), whole, what, WAIT_SECONDS, waiting=waiting)
 
 
 @app.command()

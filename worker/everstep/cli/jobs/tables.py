@@ -19,6 +19,7 @@ from everstep.jobs.source import JobError
 from everstep.jobs.view import EventRow, View, age, clock_time
 
 PIPE_WIDTH = 4096  # characters of a line
+EARLIER_SHOWN = 3  # runs before a rerun
 STYLES = {
     "training": "green",
     "starting": "yellow",
@@ -80,7 +81,8 @@ def job(view: View) -> Group:
     if view.rehearsed:
         head.append(f"  rehearsed ({view.rehearsed})")
     notice = [cell(view.notice, "red")] if view.notice else []
-    return Group(head, cell(view.message, "dim"), *notice, _workers(view), events(view.events))
+    earlier = [cell(f"earlier run: {text}", "dim") for text in view.earlier_runs[:EARLIER_SHOWN]]
+    return Group(head, cell(view.message, "dim"), *earlier, *notice, _workers(view), events(view.events))
 
 
 def _workers(view: View) -> Table:
