@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from everstep.contract.stamp import Program, Stamp
+from everstep.contract.stamp import WRITTEN, Program, Stamp
 from everstep.rehearse import stamp as stamps
 from everstep.train.guards.comparison.rehearsed import program_of_process
 from everstep.train.guards.contents import ELEMENTS
@@ -72,10 +72,14 @@ with everstep.start(every_steps=5) as run:
             optimizer.zero_grad()
         if step.completed:
             time.sleep(float(os.environ.get("PAUSE", "0")))
+            if run.rank == 0:
+                with open(sys.argv[2], "w") as file:
+                    file.write(f"{step.number}\\n")
             COUNTS
 """
 RIGHT = SCRIPT.replace("COUNTS", "pass").replace("LATE", "10**9")
 STEPS = "60"
+ARGUMENTS = (STEPS, "newest.txt")  # the second one is a file that the script writes itself
 STAMP = Path(".everstep", "rehearsed", "train.py.json")
 SHORT = ("--ranks", "2", "--steps", "12", "--limit", "100")
 
@@ -104,7 +108,7 @@ def folder(rehearsed: tuple[Path, dict[str, Any], str], tmp_path: Path) -> Path:
 
 def rehearse(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     """The exit code, the report, and what the terminal shows."""
-    done = play(folder, *SHORT, *options, seconds=300, report="../r.json", arguments=[STEPS])
+    done = play(folder, *SHORT, *options, seconds=300, report="../r.json", arguments=ARGUMENTS)
     return done.code, done.report, done.shown + done.errors
 
 
@@ -128,7 +132,7 @@ def run_with_a_loss(folder: Path, *, at: int = 10) -> Run:
     flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=3")
     with log.open("wb") as out:
         agent = warm().popen(
-            warm_agent.__file__, *flags, "train.py", STEPS, cwd=folder, env=environ, stdout=out, stderr=out
+            warm_agent.__file__, *flags, "train.py", *ARGUMENTS, cwd=folder, env=environ, stdout=out, stderr=out
         )
     killed: set[int] = set()
     try:
@@ -161,6 +165,7 @@ def test_rehearsal_that_found_nothing_leaves_a_stamp_and_says_where(
     assert f"stamp: {stamp}" in shown.splitlines()
     body = json.loads(stamp.read_text())
     assert (set(body["program"]["modules"]), body["ranks"], body["steps"]) == ({"__main__", "net"}, 2, 12)
+    assert body["program"]["files"] == {"2": WRITTEN}
 
 
 def test_new_process_of_a_rehearsed_program_computes_its_first_steps_once(
@@ -168,10 +173,11 @@ def test_new_process_of_a_rehearsed_program_computes_its_first_steps_once(
 ) -> None:
     """The stamp is written as a rehearsal of 60 steps would, which takes half a minute."""
     folder = project(tmp_path / "project")
-    monkeypatch.setattr(sys, "argv", ["train.py", STEPS])
+    monkeypatch.setattr(sys, "argv", ["train.py", *ARGUMENTS])
     modules = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in (("__main__", RIGHT), ("net", NET))}
-    program = replace(program_of_process(Program({}, "", {"torch": ""}, "")), modules=modules)
+    program = replace(program_of_process(Program({}, "", {"torch": ""}, "", {})), modules=modules, files={"2": WRITTEN})
     stamps.write(None, folder / "train.py", Stamp(program, 2, 60, "2026-11-29T20:01:02Z"))
+    (folder / ARGUMENTS[1]).write_text("of an earlier run")
     run = run_with_a_loss(folder)
     assert run.code == 0
     assert run.blocks[:12] == [1] * 12
@@ -210,7 +216,7 @@ def stamp_script_that_counts(folder: Path, late: int) -> None:
 def test_what_begins_to_matter_behind_the_rehearsed_steps_is_still_refused(folder: Path) -> None:
     stamp_script_that_counts(folder, 30)
     run = run_with_a_loss(folder, at=20)
-    assert run.code != 0
+    assert run.code != 0, run.log
     assert run.blocks[:3] == [1, 2, 1], "the others did not wait for a second computation of its first step"
     assert "of the values that the script's steps change these are not those of rank" in run.log
 

@@ -39,6 +39,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> None:
     main = types.ModuleType("__main__")
     main.__file__ = __file__
     monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
 
 
 class Crash(Exception):
@@ -118,6 +119,29 @@ def test_restart_with_other_gradients_is_refused_each_time_and_nothing_is_saved(
         assert latest.step == SAVED
     assert noted(tmp_path, AGAIN)
     train(tmp_path, lambda: 1.0)  # and the right one goes on
+
+
+@pytest.mark.parametrize("by_script", [True, False])
+def test_file_of_an_argument_excuses_a_difference_only_if_the_script_does_not_write_it(
+    by_script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "named"
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--file={file}"])
+
+    def factor(of_run: float) -> float:
+        if by_script:
+            file.write_text(f"{time.monotonic_ns()}")  # as a script does that saves its model
+        return of_run
+
+    file.write_text("rate: 1")
+    crashed(tmp_path / "run", lambda: factor(1.0))
+    if by_script:
+        with pytest.raises(everstep.LoopError, match=r"commit of step 2, .* other gradients "):
+            train(tmp_path / "run", lambda: factor(0.5))
+    else:
+        file.write_text("rate: 0.5")
+        train(tmp_path / "run", lambda: factor(0.5))
+        assert "The run goes on, because the script or its arguments were changed since" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from everstep.contract.stamp import MOST_BYTES, Program, Stamp, object_name
+from everstep.contract.stamp import MOST_BYTES, WRITTEN, Program, Stamp, object_name
 from everstep.rehearse import stamp as stamps
 from everstep.rehearse.plan import PlanError
 
-PROGRAM = Program({"__main__": "a", "net": "b"}, "c", {"python": "3.11.7", "torch": "2.13.0+cpu"}, "cpu")
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0+cpu"}
+PROGRAM = Program({"__main__": "a", "net": "b"}, "c", VERSIONS, "cpu", {"2": "d", "4": WRITTEN})
 STAMP = Stamp(PROGRAM, 3, 40, "2026-11-29T20:01:02Z")
 
 
@@ -25,7 +26,12 @@ STAMP = Stamp(PROGRAM, 3, 40, "2026-11-29T20:01:02Z")
         ({"modules": {"__main__": "a", "net": "x"}}, "the module net has another text"),
         ({"modules": {"__main__": "a"}}, "the module net is not found"),
         ({"modules": {**PROGRAM.modules, "more": "x"}}, "the module more was not there"),
-        ({"arguments": "x"}, "its arguments, or files that they name, are others"),
+        ({"arguments": "x"}, "its arguments are others"),
+        ({"files": {"2": "x", "4": ""}}, "the file that its argument 2 names has another content"),
+        ({"files": {"4": ""}}, "the file that its argument 2 names is not there"),
+        ({"files": {"2": "d", "3": "x"}}, "the file that its argument 3 names was not there"),
+        ({"files": {"2": "d", "4": "x"}}, None),  # the script writes it
+        ({"files": {"2": "d"}}, None),
         ({"versions": {"python": "3.11.7", "torch": "2.14.0"}}, "torch is 2.14.0, and was 2.13.0+cpu"),
         ({"versions": {"python": "3.11.7"}}, "torch is not there, and was 2.13.0+cpu"),
         ({"device": "cuda"}, "it runs on cuda, and was rehearsed on cpu"),
@@ -49,10 +55,11 @@ BODY = json.loads(STAMP.encode())
         (b"", "it is not JSON"),
         (b"[" * 100_000, "it is not JSON"),
         (b" " * (MOST_BYTES + 1), "more than"),
-        (b"[]", "no stamp of version 1"),
-        (json.dumps({**BODY, "version": 2}).encode(), "no stamp of version 1"),
+        (b"[]", "no stamp of version 2"),
+        (json.dumps({**BODY, "version": 1}).encode(), "no stamp of version 2"),
         (json.dumps({**BODY, "program": []}).encode(), "program: an object"),
         (json.dumps({**BODY, "program": {**BODY["program"], "modules": {"a": 1}}}).encode(), "modules: an object of"),
+        (json.dumps({**BODY, "program": {**BODY["program"], "files": {"a": "b"}}}).encode(), "files: numbers of arg"),
         (json.dumps({**BODY, "steps": True}).encode(), "steps: a whole number"),
         (json.dumps({**BODY, "steps": 2**70}).encode(), "steps: a whole number"),
         (json.dumps({**BODY, "at": None}).encode(), "at: a text"),
@@ -79,14 +86,16 @@ def test_place_that_cannot_be_used_is_refused_before_anything_runs() -> None:
 
 def test_programs_of_all_processes_are_one_and_a_file_that_was_changed_meanwhile_makes_none(tmp_path: Path) -> None:
     notes = []
+    files = {"1": "same", "2": "of the end"}
     for i, modules in enumerate(({"__main__": "a"}, {"__main__": "a", "late": "b"}, {"__main__": "x"})):
         (tmp_path / f"run-{i}").mkdir()
-        notes.append(Program(modules, "c", {"torch": "2.13.0"}, "cpu"))
+        notes.append(Program(modules, "c", {"torch": "2.13.0"}, "cpu", files))
     assert stamps.program_of(tmp_path) is None
     for i, program in enumerate(notes[:2]):
-        stamps.note(tmp_path / f"run-{i}", program)
+        stamps.note(tmp_path / f"run-{i}", program, files if i else {"1": "same"})
     found = stamps.program_of(tmp_path)
     assert found is not None
     assert found.modules == {"__main__": "a", "late": "b"}
-    stamps.note(tmp_path / "run-2", notes[2])
+    assert found.files == {"1": "same", "2": WRITTEN}
+    stamps.note(tmp_path / "run-2", notes[2], files)
     assert stamps.program_of(tmp_path) is None

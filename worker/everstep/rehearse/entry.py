@@ -27,7 +27,7 @@ from everstep.rehearse.store_loss import StoreLoss
 from everstep.rehearse.watch import Watch, replace_all
 from everstep.rehearse.worker_state import WorkerState
 from everstep.storage import open_store
-from everstep.train.guards.comparison.rehearsed import program_of_process
+from everstep.train.guards.comparison.rehearsed import files_of_arguments, program_of_process
 from everstep.train.guards.sources import loaded_files
 
 
@@ -64,6 +64,7 @@ def main() -> None:
     Output(watch, folder).install()
     WorkerState(folder).install()
     FileState(watch, folder).install()
+    begun = files_of_arguments(given.arguments)
     try:
         run_script(given.script, given.arguments)
     except SystemExit as e:
@@ -75,7 +76,7 @@ def main() -> None:
         raise
     finally:
         with contextlib.suppress(OSError):  # a file that is gone: then there is no stamp
-            stamp.note(folder, program_of_process())
+            stamp.note(folder, program_of_process(), begun)
             note_unconverted(folder, {given.script, *loaded_files()})
     end()
 

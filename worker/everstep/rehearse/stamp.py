@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.contract import redact
-from everstep.contract.stamp import BESIDE_SCRIPT, Program, Stamp, object_name
+from everstep.contract.stamp import BESIDE_SCRIPT, Program, Stamp, object_name, unchanged
 from everstep.rehearse.plan import PlanError
 from everstep.rehearse.record import write_whole
 
@@ -26,22 +26,22 @@ NOTES = "program-*.json"
 PROVEN = frozenset({"rank", "all"})  # a stamp leaves out what would be compared after either
 
 
-def note(folder: Path, program: Program | None) -> None:
-    """What this process has run."""
-    if program is not None:
-        write_whole(folder / f"program-{os.getpid()}.json", json.dumps(asdict(program)))
+def note(folder: Path, program: Program, begun: Mapping[str, str]) -> None:
+    """What this process has run. `begun`: the files that its arguments named when it began."""
+    program = replace(program, files=unchanged([begun, program.files]))
+    write_whole(folder / f"program-{os.getpid()}.json", json.dumps(asdict(program)))
 
 
 def program_of(folder: Path) -> Program | None:
     """What the processes of all runs below the folder have run; None if none of them has noted that, or if it was not
-    the same: a file was changed meanwhile."""
+    the same: a file of the script was changed meanwhile."""
     notes = [Program(**json.loads(path.read_text())) for path in folder.glob(f"*/{NOTES}")]
     if not notes:
         return None
     first = notes[0]
     modules = {name: digest for one in notes for name, digest in one.modules.items()}
     versions = {name: version for one in notes for name, version in one.versions.items()}
-    whole = Program(modules, first.arguments, versions, first.device)
+    whole = Program(modules, first.arguments, versions, first.device, unchanged([one.files for one in notes]))
     same = all(
         {**modules, **one.modules} == modules and {**versions, **one.versions} == versions
         and (one.arguments, one.device) == (first.arguments, first.device)

@@ -13,7 +13,7 @@ import importlib.metadata
 import logging
 import platform
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -92,12 +92,13 @@ def program_of_process(stamped: Program | None = None) -> Program:
         _digest_of_arguments(sys.argv[1:]),
         {"python": platform.python_version(), "everstep": __version__, **_versions(libraries)},
         accelerator.type if accelerator is not None else "cpu",
+        files_of_arguments(sys.argv[1:]),
     )
 
 
 def program() -> str | None:
-    """A digest of the text of this program and of its arguments. None if the script is no file (a prompt, a notebook),
-    or cannot be read."""
+    """A digest of the text of this program and of its arguments, without the files that they name. None if the script
+    is no file (a prompt, a notebook), or cannot be read."""
     if getattr(sys.modules.get(MAIN), "__file__", None) is None:
         return None
     try:
@@ -135,14 +136,23 @@ def _digest(file: str) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _digest_of_arguments(arguments: list[str]) -> str:
+def files_of_arguments(arguments: Sequence[str]) -> dict[str, str]:
+    """The digest of each file that an argument names, as a whole or behind its `=`, by the argument's number."""
+    files = {}
+    for number, argument in enumerate(arguments, 1):
+        digest = hashlib.sha256()
+        for part in dict.fromkeys((argument, argument.rpartition("=")[2])):
+            try:
+                if Path(part).is_file() and Path(part).stat().st_size <= LARGEST:
+                    digest.update(Path(part).read_bytes())
+                    files[str(number)] = digest.hexdigest()
+            except (OSError, ValueError):
+                continue
+    return files
+
+
+def _digest_of_arguments(arguments: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for argument in arguments:
         digest.update(argument.encode(errors="surrogateescape") + b"\0")
-        for part in (argument, argument.rpartition("=")[2]):
-            try:
-                if Path(part).is_file() and Path(part).stat().st_size <= LARGEST:
-                    digest.update(Path(part).read_bytes() + b"\0")
-            except (OSError, ValueError):
-                continue
     return digest.hexdigest()

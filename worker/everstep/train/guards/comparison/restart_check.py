@@ -32,11 +32,12 @@ from typing import Any, Final
 
 import torch
 
+from everstep.contract.stamp import WRITTEN, other_file, unchanged
 from everstep.recovery.errors import LoopError
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.guards.comparison.local_gradients import LocalGradients, pack, unpack
 from everstep.train.guards.comparison.optimizer_updates import OptimizerUpdates
-from everstep.train.guards.comparison.rehearsed import program
+from everstep.train.guards.comparison.rehearsed import files_of_arguments, program
 from everstep.train.guards.plain_values import Values, differences, listed, remedy, untracked_values
 from everstep.train.guards.script_objects import Name
 
@@ -62,6 +63,7 @@ class RestartCheck:
         self._coordinator = coordinator
         self._hears = hears
         self._program: str | None = None  # None: not computed yet, or unknown
+        self._files = files_of_arguments(sys.argv[1:])  # when this process began; those that it writes are no part
         self._gradients: LocalGradients | None = None
         self._sums: torch.Tensor | None = None
         self._updates: OptimizerUpdates | None = None
@@ -127,11 +129,20 @@ class RestartCheck:
             "world_size": self._size,
             "hears": self._hears,
             "program": self._program,
+            "files": self._lasting_files(),
             "kernels": kernels(),
             "names": self._gradients.names if self._gradients is not None else [],
             "values": self._values,
             "updates": self._updates.noted() if self._updates is not None else None,
         }
+
+    def _lasting_files(self) -> dict[str, str]:
+        return unchanged([self._files, files_of_arguments(sys.argv[1:])])
+
+    def _is_of_program(self, note: Mapping[str, Any]) -> bool:
+        """Whether the program that has made the note is this one."""
+        same = self._program is not None and note.get("program") == self._program
+        return same and other_file(note.get("files", {}), self._files) is None
 
     def _compare(self, sums: torch.Tensor) -> None:
         schedule = self._coordinator.schedule
@@ -143,6 +154,8 @@ class RestartCheck:
             return
         theirs, head = notes[NEXT]
         differing = differences(head["values"], self._values, self._may_differ)
+        is_same = self._is_of_program(head)
+        self._files |= {number: WRITTEN for number, digest in head.get("files", {}).items() if digest == WRITTEN}
         if head["world_size"] != self._size or head["hears"] != self._hears:
             self._refuse_again("whose next step is noted for a world of another size")
             log.warning("the gradients of the first step after this restart are not compared: the world had %s ranks, "
@@ -162,7 +175,7 @@ class RestartCheck:
                 )  # fmt: skip
             return
         text = refusal(difference, self._step, differing)
-        if self._program is None or head.get("program") != self._program:
+        if not is_same:
             log.warning("%s. The run goes on, because the script or its arguments were changed since", text)
             return
         if AGAIN in notes and self._difference(sums, *notes[AGAIN], alike):
@@ -182,7 +195,10 @@ class RestartCheck:
         """Note for the processes that may be started again that a new one was refused as `text` says. By rank 0."""
         if (schedule := self._coordinator.schedule) is None or (own := self._program or program()) is None:
             return
-        note = {"version": 1, "step": self._coordinator.step, "program": own, "refusal": text[:MOST_TEXT]}
+        note = {
+            "version": 1, "step": self._coordinator.step, "program": own, "files": self._lasting_files(),
+            "refusal": text[:MOST_TEXT],
+        }  # fmt: skip
         schedule.put_beside(REFUSED, json.dumps(note).encode())
 
     def _refuse_again(self, why: str) -> None:
@@ -195,11 +211,11 @@ class RestartCheck:
             return
         try:
             note = json.loads(data)
-            step, own, text = int(note["step"]), str(note["program"]), str(note["refusal"])
-        except (ValueError, TypeError, KeyError) as e:
+            step, text, is_same = int(note["step"]), str(note["refusal"]), self._is_of_program(note)
+        except (ValueError, TypeError, KeyError, AttributeError) as e:
             log.warning("%s cannot be read: %s", REFUSED, e)
             return
-        if own == self._program and step >= self._step:
+        if is_same and step >= self._step:
             raise LoopError(
                 f"{text}. That was the refusal at step {step}. This start goes on from the commit of step "
                 f"{self._step}, {why}. Change the script as this says; if the difference is intended, write "
@@ -239,6 +255,7 @@ def _unpacked(data: bytes) -> tuple[torch.Tensor, dict[str, Any]] | None:
         log.warning("this restart is not compared: the note of the step after the commit cannot be read: %s", e)
         return None
     usable = sums is not None and head.get("version") == 2 and isinstance(head.get("values"), dict)
+    usable = usable and isinstance(head.get("files", {}), dict)
     return (sums, head) if sums is not None and usable else None
 
 
