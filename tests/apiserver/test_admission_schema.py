@@ -47,7 +47,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "case_02_min_zero": ({"elastic": {**ELASTIC, "minReplicas": 0}}, "spec.elastic.minReplicas"),
     "case_02_replicas_below_min": ({"replicas": 1, "elastic": ELASTIC}, "spec.replicas"),
     "case_02_replicas_above_max": ({"replicas": 9, "elastic": ELASTIC}, "spec.replicas"),
-    "case_02_replicas_not_of_groups": ({"replicas": 3, "elastic": {**ELASTIC, "groupSize": 2}}, "spec.replicas"),
     "case_02_max_not_of_groups": (
         {"elastic": {"minReplicas": 2, "maxReplicas": 7, "groupSize": 2}},
         "spec.elastic.maxReplicas",

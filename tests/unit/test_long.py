@@ -74,6 +74,7 @@ WHOLLY_LONG = {
     "agent/test_agent_partition.py": "its time-outs are waited for; links that fail are in rendezvous/",
     "agent/test_agent_sharded.py": "recovery/test_recovery_sharded.py has a lost replica without agents",
     "agent/test_agent_slow.py": "it waits for a slow rank to be seen; unit/ has the decision",
+    "apiserver/operator/test_operator_autoscaler.py": "it waits for a controller; unit/ has the sizes",
     "apiserver/operator/test_operator_prometheus.py": "it builds Prometheus; unit/test_metric_queries.py has the names",
     "apiserver/operator/test_operator_plan.py": "unit/test_plan_command.py has the command and its answers",
     "data/test_sources_outside.py": "it installs two libraries",

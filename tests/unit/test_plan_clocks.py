@@ -20,6 +20,7 @@ STORED: dict[str, Any] = {
     "end": lambda at: {"completionTime": at, "conditions": FINISHED},
     "restart": lambda at: {"restarts": {"lastAt": at, "inWindow": 9, "windowStartedAt": at, "incidentAt": at}},
     "rejection": lambda at: {"restarts": {"rejectedAt": at, "rejections": 9, "rejectedBy": ["n1"]}},
+    "lost node": lambda at: {"restarts": {"lostNodes": [{"name": "n1", "times": 99, "at": at}]}},
     "world": lambda at: {"world": {"round": 1, "size": 2, "since": at, "formedAt": at, "formedRound": 1}},
     "condition": lambda at: {"conditions": [{**FINISHED[0], "type": "Resizing", "lastTransitionTime": at}]},
 }

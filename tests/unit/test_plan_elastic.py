@@ -386,6 +386,7 @@ def test_live_resize_leaves_every_pod_that_stays() -> None:
         ({"minReplicas": 2, "maxReplicas": 8}, 5, 5, ()),
         ({"minReplicas": 2, "maxReplicas": 8, "sizes": [8, 2, 4]}, 6, 4, (2, 4)),
         ({"minReplicas": 2, "maxReplicas": 8, "groupSize": 2}, 6, 6, (2, 4, 6)),
+        ({"minReplicas": 2, "maxReplicas": 8, "groupSize": 2}, 5, 4, (2, 4)),
         (None, 3, 3, ()),
     ],
 )
@@ -395,10 +396,11 @@ def test_sizes_that_agents_may_form_now_end_at_what_is_wanted(
     raw = {"replicas": replicas, "template": TEMPLATE, "rendezvous": {"backend": "everstep"}}
     spec = TrainingJobSpec.model_validate({**raw, **({"elastic": elastic} if elastic else {})})
     assert sizing.wanted(spec) == wanted
-    sizes = sizing.present(spec)
+    sizes = sizing.present(spec, replicas)
     assert (sizes.maximum, sizes.allowed) == (wanted, allowed)
     assert sizes.largest(wanted) == wanted
     assert sizes.largest(sizes.minimum - 1) == 0
+    assert sizing.present(spec, 0).maximum == sizes.minimum, "with fewer places it may still run"
 
 
 lives = st.dictionaries(st.integers(0, 4095), st.tuples(st.integers(0, 99_999_999), st.booleans()), max_size=40)

@@ -23,6 +23,7 @@ MAX_WORKERS = 4096
 MAX_INCARNATION = 99_999_999  # eight digits of a pod's name
 MAX_LOG_LINES = 20
 MAX_REJECTED_BY = 8
+MAX_LOST_NODES = 16
 MAX_MISMATCH = 512  # characters of the place where collectives did not match
 
 Workers = Annotated[Int32, Field(ge=0)]
@@ -159,6 +160,14 @@ class CheckpointStatus(StatusModel):
     )
 
 
+class LostNode(StatusModel):
+    """A node that was lost with workers of this job."""
+
+    name: NodeName = Field(description="Name of the node.")
+    times: Count = Field(description="How often, at most half an hour apart.")
+    at: Timestamp = Field(description="When it was last lost.")
+
+
 class Restarts(StatusModel):
     """Restarts so far by cause, and the counters by which the restart budget is judged."""
 
@@ -211,6 +220,12 @@ class Restarts(StatusModel):
         max_length=MAX_REJECTED_BY,
         description="Nodes that rejected pods, or did not start them in time, the last one first. For half an hour new "
         "pods prefer other nodes.",
+    )
+    lost_nodes: tuple[LostNode, ...] = Field(
+        default=(),
+        max_length=MAX_LOST_NODES,
+        description="Nodes that were lost with workers in the last half hour, the last one first. An elastic job grows "
+        "by workers on such a node only when it has been ready for a minute, twice as long after each further loss.",
     )
     spare_failures: Count = Field(
         default=0, description="Times in a row that the programs of spares failed while all workers trained: no charge."

@@ -79,7 +79,8 @@ class Elastic(ApiModel):
     )
     group_size: Replicas = Field(
         default=1,
-        description="Workers that need each other (a pipeline or tensor group); every size is a multiple of it.",
+        description="Workers that need each other (a pipeline or tensor group); every size is a multiple of it, the "
+        "largest that `replicas` reaches is used.",
     )
     shrink_after_seconds: Annotated[Int32, Field(ge=0, le=86_400)] = Field(
         default=0,
@@ -293,12 +294,6 @@ class TrainingJobSpec(ApiModel):
             message="spec.replicas must be from spec.elastic.minReplicas to spec.elastic.maxReplicas",
             field=".replicas",
             holds=lambda s: s.elastic is None or s.elastic.min_replicas <= s.replicas <= s.elastic.max_replicas,
-        ),
-        Check(
-            cel="!has(self.elastic) || self.replicas % self.elastic.groupSize == 0",
-            message="spec.replicas must be a multiple of spec.elastic.groupSize",
-            field=".replicas",
-            holds=lambda s: s.elastic is None or s.replicas % s.elastic.group_size == 0,
         ),
         Check(
             cel="!has(self.elastic) || self.elastic.sizes.size() == 0 || "

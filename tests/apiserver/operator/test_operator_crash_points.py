@@ -111,7 +111,7 @@ def expected(uid: str) -> dict[str, Any]:
         "round": 2,
         "size": 2,
         "restarts": {"userCode": 1, "infrastructure": 0, "preemption": 0, "startFailures": 0, "total": 1, "inWindow": 1,
-                     "withoutProgress": 1, "rejections": 0, "rejectedBy": [], "unstarted": 0,
+                     "withoutProgress": 1, "rejections": 0, "rejectedBy": [], "lostNodes": [], "unstarted": 0,
                      "startTimeouts": 0, "spareFailures": 0},
         "recoveries": [("Error", 1)],
         "conditions": {

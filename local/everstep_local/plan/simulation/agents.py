@@ -159,8 +159,8 @@ class ElasticWorld(World):
 
     def do_operator_restart(self) -> None:
         """A new operator starts: it has no reports, and has not read the round yet."""
-        assert self.view is not None
-        self.progress, self.unread, self.view = ReportedProgress(), replace(self.view, ends=()), None
+        self.unread = None if self.view is None else replace(self.view, ends=())
+        self.progress, self.view = ReportedProgress(), None
 
     def do_round_read(self) -> None:
         self.view = self.unread

@@ -363,6 +363,11 @@ class World:
     def do_unschedulable(self, index: str, why: str = "0/2 nodes are available") -> None:
         self.change(self.current(int(index)), node=None, unschedulable=why, scheduled_at=None)
 
+    def do_schedule(self, node: str, *indexes: str) -> None:
+        """The pods that waited for a node have found this one."""
+        for index in indexes:
+            self.change(self.current(int(index)), node=node, unschedulable=None, scheduled_at=self.now)
+
     def do_starts(self, index: str, what: str = "ContainerCreating") -> None:
         """The pod has not started yet, and no fault is known."""
         self.change(self.current(int(index)), starting=what)

@@ -13,7 +13,7 @@ from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import waits
 from everstep_operator.plan.render.job_status import Quorum, Verdict
 from everstep_operator.plan.render.waits import START_PATIENCE, OlderPods, blocked, older_pods, waited
-from everstep_operator.plan.state import losses
+from everstep_operator.plan.state import losses, lost_nodes
 from everstep_operator.plan.state.facts import Facts
 
 # A pod without a node for longer than this is reported as a lack of capacity. Autoscalers need about this long.
@@ -167,7 +167,7 @@ def _starting_anew(facts: Facts) -> str:
 
 
 def _because(facts: Facts, why: str | None) -> str:
-    reason = why or _backs_off(facts)
+    reason = why or _backs_off(facts) or _held(facts)
     if not reason and (older := _outlived(facts)) is not None:
         reason = _awaits(older)
     return f": {reason}" if reason else ""
@@ -180,6 +180,19 @@ def _backs_off(facts: Facts) -> str | None:
     if start is None or len(facts.current) >= facts.roster.wanted:
         return None
     return f"no worker is created before {start:%H:%M:%S} UTC, after failures (back-off)"
+
+
+def _held(facts: Facts) -> str | None:
+    """Says which workers have no place in the round yet because of their node, and until when."""
+    held = {index: at for index, at in facts.held.items() if at is not None}
+    if not held:
+        return None
+    index, at = next(iter(held.items()))
+    node = facts.current[index].node or ""
+    lost = lost_nodes.find(facts.snapshot, node)
+    often = "" if lost is None or lost.times < 2 else f" {lost.times} times"
+    waits = "waits" if len(held) == 1 else "wait"
+    return f"{list_of_workers(held)} {waits} until {at:%H:%M:%S} UTC, because node {node} was lost{often}"
 
 
 def _overstayed(facts: Facts) -> str | None:

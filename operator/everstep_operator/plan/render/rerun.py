@@ -48,7 +48,8 @@ def begin(snapshot: Snapshot) -> Plan:
         if snapshot.world is None:
             return _keep(job, (), "rerun: waits until the document of rounds is read")
         if snapshot.world.closed is not None:
-            rounds = BeginRounds(sizing.present(job.spec), snapshot.world.round, "the job runs again")
+            sizes = sizing.present(job.spec, job.spec.replicas)
+            rounds = BeginRounds(sizes, snapshot.world.round, "the job runs again")
             refused = snapshot.object_refused
             retry = Requeue(REFUSED_RETRY, "the document was refused") if refused is not None else None
             return _keep(job, [rounds], f"rerun: begins the rounds anew{f': {refused}' if refused else ''}", retry)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from everstep.contract.document import Sizes
 from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
-from everstep_operator.plan.state import losses, missing_peers, moves, pod_hash, roster, sizing, world_state
+from everstep_operator.plan.state import losses, lost_nodes, missing_peers, moves, pod_hash, roster, sizing, world_state
 from everstep_operator.plan.state.losses import Loss
 from everstep_operator.plan.state.moves import Moves
 from everstep_operator.plan.state.roster import Roster
@@ -75,6 +76,26 @@ class Facts:
         """The spares that wait for a place in a round, with their programs loaded."""
         view = self.round_view
         return () if view is None else tuple(sorted(self.spares.intersection(view.joining)))
+
+    @property
+    def held(self) -> Mapping[int, datetime | None]:
+        """The workers that get no place in a standing round before their nodes have been ready for a while, and until
+        when; None: it has no node yet, and may come to one that was lost. A job of a fixed size needs all."""
+        elastic = self.job.spec.elastic is not None and self.round_view is not None and self.world.has_quorum
+        if not elastic or not lost_nodes.remembered(self.snapshot):
+            return {}
+        found: dict[int, datetime | None] = {}
+        for index in sorted(self.roster.workers.keys() - self.world.members):
+            pod = self.current.get(index)
+            at = lost_nodes.steady_at(self.snapshot, pod.node) if pod is not None and pod.node is not None else None
+            if at is not None or pod is None or pod.node is None:
+                found[index] = at
+        return found
+
+    @property
+    def places(self) -> int:
+        """How many workers may be in the round now."""
+        return len(self.roster.workers) - len(self.held) if self.held else self.wanted
 
     @property
     def surge(self) -> int:
