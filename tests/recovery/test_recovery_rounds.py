@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 from everstep.contract.calls import Call
 from everstep.recovery.announcements import AnnouncedRound, Announcements, Drained, RoundsOver
+from everstep.recovery.current_round import BackgroundForming
 from everstep.recovery.ddp.reducers import Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.forming import forming
-from everstep.recovery.forming.background import BackgroundForming
 from everstep.recovery.group.in_flight import CollectiveWork, PeerLost
 from everstep.recovery.validity import Validity
 

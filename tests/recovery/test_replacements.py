@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from everstep.torch_private.patches import Replacements, replace
-from everstep.train.coordination.messages import Messages
 from everstep.train.feeding.resharding import Resharding
 from everstep.train.feeding.unmanaged_loaders import UnmanagedLoaders
+from everstep.train.worlds import Messages
 
 
 class Base:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.recovery.errors import LoopError
-from everstep.train.coordination.backends import backend_for
+from everstep.train.process_place import backend_for
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from everstep.recovery.errors import LoopError
-from everstep.train.coordination import same_place
+from everstep.train.between_steps import check_location
 from everstep.train.nested_loops import STEPS, NestedLoops, Spot
 
 Gather = Callable[[Sequence[int]], list[tuple[int, ...]]]
@@ -34,7 +34,7 @@ def all_come(places: list[tuple[str, str]]) -> list[str]:
 
     def come(rank: int) -> str:
         try:
-            same_place.check(*places[rank], gather_as(rank))
+            check_location(*places[rank], gather_as(rank))
         except LoopError as e:
             return str(e)
         return ""

@@ -36,24 +36,19 @@ class Ranks(Protocol):
 
     def from_first(self, data: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""
-        ...
 
     def from_each(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order."""
-        ...
 
     def maximum(self, value: int) -> int:
         """The greatest of all ranks' values."""
-        ...
 
     def broadcast(self, data: torch.Tensor, source: int) -> Any:
         """Begin to copy rank `source`'s `data` into every other rank's; the `wait()` of what is returned ends it."""
-        ...
 
     @property
     def group(self) -> Any:
         """The process group whose ranks these are; None for the default one, or none."""
-        ...
 
 
 class Alone:

@@ -62,32 +62,26 @@ class Source(Protocol):
     @property
     def title(self) -> str:
         """`local run digits`, or `namespace ml of context prod`."""
-        ...
 
     def jobs(self) -> list[View]:
         """All jobs, without workers and events."""
-        ...
 
     def summary(self, job: str) -> View:
         """Without workers and events, which costs less. Raises `NoSuchJob`."""
-        ...
 
     def view(self, job: str) -> View: ...
 
     def events(self, job: str) -> list[EventRow]:
         """All that are kept, oldest first."""
-        ...
 
     def objects(self, job: str) -> dict[str, Any]:
         """What else there is of it, as JSON, by name: for a report."""
-        ...
 
     def logs(
         self, job: str, pod: str, *, follow: bool, tail: int | None, silence: float | None = None
     ) -> Iterator[str]:
         """Lines of the worker's container, without their ends. One that is followed may be silent for `silence`
         seconds; None: for any time."""
-        ...
 
     def scale(self, job: str, replicas: int) -> None: ...
 
@@ -102,15 +96,12 @@ class Source(Protocol):
 
     def kill(self, job: str, pod: str, *, delete: bool) -> str:
         """End a worker's processes by SIGKILL, or with `delete` its pod; what was done."""
-        ...
 
     def migrate(self, job: str, pod: str) -> None:
         """Ask the operator to give the worker of this pod a place on another node."""
-        ...
 
     def disturb(self, job: str, verb: str, **arguments: str) -> str:
         """`kill-node` and `start-node`, with `node`, and `kill-operator`; what was done. A cluster refuses."""
-        ...
 
 
 class Run(Source, Protocol):
@@ -119,11 +110,9 @@ class Run(Source, Protocol):
     @property
     def name(self) -> str:
         """By which the commands know it. It is known without asking the run."""
-        ...
 
     def uid(self) -> str:
         """The UID of its job, by which the agents in its pods know it; empty if there are none."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

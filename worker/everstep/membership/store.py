@@ -36,25 +36,21 @@ class RoundStore(Protocol):
 
     def read(self) -> View:
         """The newest document. It includes every write that was answered before this call."""
-        ...
 
     def compare_and_swap(self, expected: int, document: bytes) -> int | None:
         """Write the document if its version is still `expected` (0: if there is none).
 
         Returns the new version, or None if the store had another. After StoreUnavailable, it may have been written.
         """
-        ...
 
     def watch(self, seen: View, timeout: float) -> View:
         """Wait until era, version or expirations differ from `seen`, at most `timeout` seconds. Gives the newest view.
 
         The view may be older than what `read` gives.
         """
-        ...
 
     def announce(self, agent: str, value: bytes, ttl: float) -> None:
         """Make the agent present, with this value, until `ttl` seconds pass without `renew`."""
-        ...
 
     def ask(self, agent: str, value: bytes, ttl: float) -> float:
         """Do what `announce` does, with a join request as the value, and ask the store to write the request into the
@@ -64,23 +60,18 @@ class RoundStore(Protocol):
         then writes it by itself. 0: this store does not write requests. A store that does has read the document when
         this call returns, so the next `watch` returns at once.
         """
-        ...
 
     def renew(self, agent: str) -> bool:
         """Keep the agent present. False: it has expired and must be announced again."""
-        ...
 
     def withdraw(self, agent: str) -> None:
         """End the agent's presence now."""
-        ...
 
     def present(self) -> Mapping[str, bytes]:
         """The agents that are present, with their values."""
-        ...
 
     def close(self) -> None:
         """Close connections and end threads. Presences are left to expire."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

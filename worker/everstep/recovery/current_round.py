@@ -10,11 +10,13 @@ Invariants: the number of the round only grows; after `leave`, no collective of 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
@@ -22,7 +24,6 @@ from everstep.contract import env
 from everstep.recovery.announcements import AnnouncedRound, Announcements, Drained, StepStatus
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import forming
-from everstep.recovery.forming.background import BackgroundForming
 from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.group.program_groups import ProgramGroups
 from everstep.recovery.group.recoverable import RecoverableGroup
@@ -284,6 +285,59 @@ class CurrentRound:
                 group.abandon(reason)
         main = self.program.main
         self._announcements.broken(number, reason, main.recent(), main.lost_at or self.control.lost_at)
+
+
+class BackgroundForming:
+    """Forms a round in a background thread while the members of the last round still train. Thread-safe.
+
+    All change to it at the end of the same step, once it has formed. If a peer of the last round is lost before that,
+    nobody can train on: each member waits for its background thread, and changes to the new round then. Invariant: a
+    process forms a round only once. The members find each other by entries in the round's store, and a second attempt
+    would find those of the first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest: tuple[int, Future[forming.FormedRound]] | None = None
+
+    def start(self, number: int, form: Callable[[], forming.FormedRound], then: Callable[[], None]) -> None:
+        """Begin to form the round. `then` is called in the background thread, whether the round formed or not."""
+        future: Future[forming.FormedRound] = Future()
+        self._replace((number, future))
+
+        def run() -> None:
+            try:
+                future.set_result(form())
+            except BaseException as e:
+                future.set_exception(e)
+            then()
+
+        threading.Thread(target=run, name=f"everstep-ahead-{number}", daemon=True).start()
+
+    def pop(self, number: int) -> forming.FormedRound | None:
+        """Wait for the round and return it; None if it was not begun. Raises the error of `form`."""
+        newest = self._replace(None, keep=number)
+        return newest[1].result() if newest is not None else None
+
+    def _replace(
+        self, other: tuple[int, Future[forming.FormedRound]] | None, keep: int = -1
+    ) -> tuple[int, Future[forming.FormedRound]] | None:
+        with self._lock:
+            before, self._newest = self._newest, other
+        if before is not None and before[0] == keep:
+            return before
+        if before is not None:
+            # In a thread of its own: closing its connections may take seconds, and the caller holds locks.
+            name = f"everstep-discard-{before[0]}"
+            threading.Thread(target=_discard, args=(before[1],), name=name, daemon=True).start()
+        return None
+
+
+def _discard(forming_round: Future[forming.FormedRound]) -> None:
+    """Close the round once it has formed. No collective was begun in it."""
+    if forming_round.exception() is None:
+        with contextlib.suppress(forming.FormingFailed):
+            forming.close(forming_round.result(), [], [])
 
 
 def _nothing() -> None:

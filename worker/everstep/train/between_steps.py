@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
 
 from everstep.checkpoint.ranks import Ranks
 from everstep.recovery.errors import LoopError
+from everstep.recovery.forming.same_calls import Gather, gather_texts
 from everstep.recovery.group.members import Members
 from everstep.recovery.state.randomness import STATE, Randomness
-from everstep.train.coordination import same_place
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import Before, Evaluations, figures, unchanged
 from everstep.train.nested_loops import NestedLoops
@@ -110,7 +112,7 @@ class BetweenSteps:
             return True
 
         def compare(check: Callable[[], None]) -> None:
-            same_place.check(location, words, coordinator.gather)
+            check_location(location, words, coordinator.gather)
             check()
 
         return attempt(compare)
@@ -132,6 +134,23 @@ class BetweenSteps:
             standings = members.gather((self._evaluations.standing(step),))
             self._evaluations.agree(step, [standing for (standing,) in standings])
         self.nesting.agree(members)
+
+
+def check_location(location: str, call: str, gather: Gather) -> None:
+    """Check that all ranks are at the same location of the loop over epochs. A rank that evaluates while the others
+    begin to train would wait for them in a collective of its own, and they for it: the hang watch finds that only after
+    a minute, and cannot name the line that is wrong. `location`: where this rank is in the loop, as a text. `call`: the
+    script's call, with its line. Raises `LoopError` on all ranks if their locations differ. Collective."""
+    hashes = gather((zlib.crc32(location.encode()),))
+    odd = next((rank for rank, (left, right) in enumerate(pairwise(hashes), 1) if left != right), None)
+    if odd is None:
+        return
+    calls = gather_texts(call, gather)
+    raise LoopError(
+        f"rank {odd - 1} is at {calls[odd - 1]}, and rank {odd} at {calls[odd]}: each would wait for the other. All "
+        "ranks make the same calls of run.evaluate(fn), run.train(fn) and run.steps() in each epoch: take away the "
+        "condition that only some ranks meet, or let fn itself ask for run.rank"
+    )
 
 
 def _seed(state: Mapping[str, Any], step: int) -> None:

@@ -1,6 +1,8 @@
 """Finds this process's rank and device, and forms the process group under a launcher.
 
-The same script runs alone and under a launcher: the environment variables of torchrun and other launchers decide.
+The same script runs alone and under a launcher: the environment variables of torchrun and other launchers decide, and
+EVERSTEP_BACKEND. Invariant: a backend that this build of torch lacks, or that cannot be used here, is refused by name,
+and never replaced by another one.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from everstep.contract import env
-from everstep.train.coordination.backends import backend_for
+from everstep.recovery.errors import LoopError
 from everstep.train.coordination.group_shutdown import hold_group, quiesce
+
+RECOVERABLE = {"cpu": "gloo", "cuda": "nccl"}  # those whose collectives can be given up in process
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +69,29 @@ def take_place(environ: Mapping[str, str] = os.environ) -> ProcessPlace:
         size = dist.get_world_size()
         return ProcessPlace(dist.get_rank(), size, device, made, _sizes(size, environ))
     return ProcessPlace(0, 1, device, made, range(1, 2))
+
+
+def backend_for(device: torch.device, environ: Mapping[str, str], *, recovers: bool) -> str:
+    """The backend of the default process group: `gloo`, or `cpu:gloo,cuda:nccl` where there is an accelerator.
+    `recovers`: under everstep-run. Raises `LoopError` for an override that cannot be."""
+    standard = dist.get_default_backend_for_device(device)
+    default = standard if device.type == "cpu" else f"cpu:gloo,{device.type}:{standard}"
+    requested = environ.get(env.BACKEND, "").strip().lower()
+    if not requested:
+        return default
+    parts = [part.rpartition(":") for part in requested.split(",")]
+    for kind, _, name in parts:
+        if not dist.is_backend_available(name):
+            known = ", ".join(n for n in dist.Backend.backend_list if n != "undefined" and dist.is_backend_available(n))
+            raise LoopError(
+                f"{env.BACKEND}={requested}: this build of torch has no backend {name!r}; it has {known}. Use an image "
+                "whose torch was built with it, or take the variable out"
+            )
+        kinds = [kind] if kind else ["cpu", *([device.type] if device.type != "cpu" else [])]
+        if recovers and any(RECOVERABLE.get(device_kind) != name for device_kind in kinds):
+            raise LoopError(
+                f"{env.BACKEND}={requested}: under everstep-run the session recovers in process, which gloo (CPU) and "
+                "NCCL (GPU) alone can do. Start this job with torchrun (rendezvous.backend c10d), or take the variable "
+                "out"
+            )
+    return requested

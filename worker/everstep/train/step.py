@@ -40,20 +40,16 @@ class StepScope(Protocol):
 
     def step_over(self) -> None:
         """The block has ended, with or without an error."""
-        ...
 
     def step_ended(self) -> bool:
         """The block has ended without an error. Returns whether the step is whole; it is not if a collective failed and
         the script caught the error. Raises `LoopError`."""
-        ...
 
     def step_lost(self, error: BaseException) -> bool:
         """Whether the error means that a peer was lost, and the loop goes on."""
-        ...
 
     def completion_read(self) -> None:
         """The script asks whether the step counts."""
-        ...
 
 
 class Step:

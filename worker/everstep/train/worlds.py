@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from everstep.checkpoint.ranks import Alone, Ranks, join
 from everstep.recovery.ddp import checks, uneven_inputs
@@ -26,9 +27,9 @@ from everstep.recovery.state.shape import Shape
 from everstep.recovery.state.switches import SWITCHES
 from everstep.recovery.transfer import replicated
 from everstep.torch_private import groups
+from everstep.torch_private.patches import Replacements, around
 from everstep.train import early_exit, once
 from everstep.train.between_steps import BetweenSteps
-from everstep.train.coordination.messages import Messages
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.feeding.feed import Feed
 from everstep.train.guards.common_samples import SAMPLES
@@ -40,6 +41,10 @@ from everstep.train.guards.untracked.hooks import Hooks
 from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 from everstep.train.step import Phase, StepScope
 
+_MESSAGES = (
+    "send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list", "monitored_barrier",
+)  # fmt: skip
+
 # The names under which the session tracks objects of its own.
 RESERVED = (*OWN_NAMES, BUCKETS, STATE, SWITCHES, SAMPLES, once.KEY)
 
@@ -49,37 +54,29 @@ class World(StepScope, Protocol):
 
     def begin(self) -> None:
         """Provide the state from which training goes on."""
-        ...
 
     def ready(self) -> bool:
         """Do the work that is due between two steps. Called before each step and after the last one. False if a peer
         was lost in it."""
-        ...
 
     def attempt(self, work: Callable[[Callable[[], None]], None]) -> bool:
         """Run a function between two steps. Its argument raises if a peer was lost and the script has suppressed that
         error. False if a peer was lost in it."""
-        ...
 
     def step_begins(self) -> int | None:
         """A step begins. Returns the rank whose samples and random numbers it uses, if it is a shadow step."""
-        ...
 
     def go_on(self, phase: Phase) -> None:
         """A peer was lost, in a step (LOST) or between two steps (DONE)."""
-        ...
 
     def between(self) -> None:
         """Save, stop or change the world as due. Called after each step but the last."""
-        ...
 
     def all_leave(self) -> None:
         """The script has left its loop. Raises `LoopError` unless all ranks have, after this step."""
-        ...
 
     def finish(self) -> bool:
         """End the training after the last step. False if there are steps left after all."""
-        ...
 
 
 class Checked:
@@ -260,6 +257,34 @@ class FixedWorld(Checked):
         self._messages.end()
         self._coordinator.finish(self._coordinator.step)
         return True
+
+
+class Messages:
+    """Counts the point-to-point messages that the script sends and receives, until `end`, because gloo numbers them
+    together with collectives: all ranks have begun the same number of these, but each its own number of messages.
+    `monitored_barrier` is made of messages too. Invariant: each message counted here is in gloo's number, and none is
+    part of a collective. `number`: gloo's number of the default group."""
+
+    def __init__(self, number: Callable[[], int]) -> None:
+        self._number = number
+        self._inside = False
+        self.count = 0
+        self._replaced = Replacements()
+        for name in _MESSAGES:
+            self._replaced.put(name, around(self._counting), distributed_c10d, dist)
+
+    def end(self) -> None:
+        self._replaced.end()
+
+    def _counting(self, function: Any, *arguments: Any, **named: Any) -> Any:
+        if self._inside:
+            return function(*arguments, **named)
+        before, self._inside = self._number(), True
+        try:
+            return function(*arguments, **named)
+        finally:
+            self._inside = False
+            self.count += self._number() - before
 
 
 def take_from(state: Mapping[str, Any], source: int, ranks: Any, gradients: Gradients) -> None:

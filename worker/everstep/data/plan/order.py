@@ -35,15 +35,12 @@ class Layout(Protocol):
 
     def window_of(self, position: int) -> int:
         """The window that holds an epoch position."""
-        ...
 
     def span(self, window: int) -> tuple[int, int]:
         """The epoch positions of a window: first, and one past the last."""
-        ...
 
     def items(self, window: int, offsets: Indices) -> Indices:
         """The dataset items at `offsets` into the window's blocks, laid end to end."""
-        ...
 
 
 class EqualBlocks:
@@ -148,7 +145,6 @@ class Order(Protocol):
 
     def take(self, positions: npt.ArrayLike) -> Indices:
         """The samples at one-dimensional `positions`, as int64. Raises IndexError outside [0, n)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from typing import Protocol
 class Forkable(Protocol):
     def forked(self) -> None:
         """In the child: new locks, no connections, no thread."""
-        ...
 
 
 _all: weakref.WeakSet[Forkable] = weakref.WeakSet()

@@ -205,15 +205,12 @@ class PeerObserver(Protocol):
 
     def lost(self, agent: str, why: str) -> bool:
         """The agent's process is gone. True if all know it, or never will; False makes the caller repeat it."""
-        ...
 
     def unreached(self, agent: str) -> int:
         """The agent is not reached. Returns how often these two have lost each other; 0 if the report failed."""
-        ...
 
     def reached(self, agent: str) -> bool:
         """The agent is reached again after `unreached`. True if all know it, or never will."""
-        ...
 
 
 def probation(times: int) -> float:

@@ -160,11 +160,9 @@ class Listener(Protocol):
 
     def collective(self, name: str) -> None:
         """A collective of the program begins."""
-        ...
 
     def update(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """An optimizer step is about to begin; `closure`: whether it gets one. May raise `PeerLost`."""
-        ...
 
 
 class Rollback:

@@ -33,7 +33,6 @@ class Resharded(Protocol):
 
     def reshard(self, rank: int, world_size: int) -> None:
         """The world has changed."""
-        ...
 
 
 class Resharding:
