@@ -31,7 +31,7 @@ from everstep.recovery.group.in_flight import PeerLost, is_of_lost_peer
 from everstep.recovery.group.members import Members
 from everstep.recovery.group.script_location import ScriptPhase
 from everstep.storage import RetryingStore, open_store
-from everstep.train.coordination import requests
+from everstep.train.coordination import step_coordinator
 from everstep.train.coordination.group_shutdown import leave_group
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.process_place import most_processes, take_place
@@ -115,7 +115,7 @@ class Fixed:
         self.device = process.device
         self.gradients: Any = dist.new_group()
         self.live_profile = LiveProfile(_put if os.environ.get(env.CHECKPOINT_URL) else None)
-        requests.listen(self.live_profile, lambda: None)
+        step_coordinator.listen(self.live_profile, lambda: None)
         atexit.register(self.live_profile.close)
         self._members: Members | None = None
         self._coordinator: StepCoordinator | None = None

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep.recovery.ddp import static_graphs
+from everstep.recovery.ddp import checks
 from everstep.recovery.errors import LoopError
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-static_graphs.install()
+checks.check_no_sync()
 for options in ({}, {"static_graph": True}):
     model = DistributedDataParallel(torch.nn.Linear(2, 2), **options)
     for first in (True, False):

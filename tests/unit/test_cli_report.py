@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from everstep.cli.jobs.object_redaction import without_values
+from everstep.cli.jobs.report import without_values
 from everstep.jobs.view import View, WorkerRow
 from support.commands import caller
 

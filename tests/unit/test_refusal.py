@@ -25,7 +25,7 @@ from everstep.data import errors as data
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.sharding.fsdp import NotRecoverable
-from everstep.roles.errors import HubLost, RolesError
+from everstep.roles.wire import HubLost, RolesError
 from everstep.storage.errors import RetryableError, Throttled
 from everstep.train.step import StepUnusable
 from everstep_sources import CacheError, CacheFull

@@ -8,8 +8,8 @@ Knows neither training nor checkpoints. Invariants: one connection is one life o
 lost connection is asked again by itself; no message is unpickled.
 """
 
-from everstep.roles.errors import HubLost, RolesError
 from everstep.roles.following import Ask, follow
 from everstep.roles.hub import Hub
+from everstep.roles.wire import HubLost, RolesError
 
 __all__ = ["Ask", "Hub", "HubLost", "RolesError", "follow"]

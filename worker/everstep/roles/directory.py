@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everstep.contract import env
-from everstep.roles.errors import RolesError
+from everstep.roles.wire import RolesError
 from everstep.storage import NotFound, ObjectStore, RetryingStore, open_store
 
 LOCAL_ADDRESS = "PET_LOCAL_ADDR"  # the pod's address, which the operator sets

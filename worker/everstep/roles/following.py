@@ -16,7 +16,7 @@ from everstep.contract import env
 from everstep.contract.addresses import host_and_port
 from everstep.roles import wire
 from everstep.roles.directory import Address, Directory, Over, directory
-from everstep.roles.errors import HubLost, RolesError
+from everstep.roles.wire import HubLost, RolesError
 
 # --- stopping
 # What a follower does at SIGTERM: it stays while its hub may need it. If all processes of a job are told to stop at

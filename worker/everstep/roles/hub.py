@@ -21,7 +21,7 @@ from typing import Any
 from everstep.contract.addresses import loopback
 from everstep.roles import wire
 from everstep.roles.directory import LOCAL_ADDRESS, Address, Over, directory
-from everstep.roles.errors import HubLost
+from everstep.roles.wire import HubLost
 
 log = logging.getLogger("everstep.roles")
 

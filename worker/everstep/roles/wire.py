@@ -14,13 +14,21 @@ from typing import Any
 
 import torch
 
-from everstep.roles.errors import HubLost, RolesError
+from everstep.contract.refusal import Refusal
 
 MAX_MESSAGE = 16 << 30  # bytes; a length above it is no message of ours
 SILENT_SECONDS = 20  # after which a machine that acknowledges nothing counts as lost
 LENGTH = struct.Struct("!Q")
 GREETING_SECONDS = 10.0  # in which the other side must show that it is what it should be
 WELCOME = b"everstep"
+
+
+class HubLost(ConnectionError):
+    """The hub is gone, or the way to it is. `follow` looks for the next one."""
+
+
+class RolesError(Refusal, RuntimeError):
+    """A mistake in the script or in how it was started; trying again cannot help."""
 
 
 def prepare(connection: socket.socket) -> None:

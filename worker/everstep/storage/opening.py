@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from everstep.contract.forks import ForkLock
 from everstep.storage.backends.local import LocalStore
 from everstep.storage.backends.memory import MemoryStore
 from everstep.storage.base import ObjectStore
 from everstep.storage.errors import StoreUnusable
-from everstep.storage.locks import ForkLock
 from everstep.storage.retry import RetryingStore, RetryPolicy
 
 # --- paths

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from everstep.storage.locks import ForkLock
+from everstep.contract.forks import ForkLock
 
 FLOOR: Final = 1.0  # requests a second: below it, waiting costs more than another refusal
 CEILING: Final = 200.0  # requests a second from which on the limit is lifted

@@ -21,7 +21,7 @@ from everstep.checkpoint.save import at_exit
 from everstep.contract import env
 from everstep.data import ElasticLoader
 from everstep.recovery.announcements import Announcements
-from everstep.recovery.ddp import static_graphs, uneven_inputs
+from everstep.recovery.ddp import checks, uneven_inputs
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import UNKNOWN
@@ -29,14 +29,13 @@ from everstep.recovery.state.randomness import Rng, source_of
 from everstep.recovery.state.shape import MODEL, SHARD, shape_of
 from everstep.torch_private import names
 from everstep.train import early_exit, evaluation, once, refused_end
-from everstep.train.averaging import average
 from everstep.train.coordination.group_shutdown import leave_group
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.guards import call_mistakes, calls_before_steps
 from everstep.train.loops import Loops
+from everstep.train.mesh import average
 from everstep.train.pipelines import PipelineSchedule
 from everstep.train.process_place import most_processes, take_place
-from everstep.train.sync_check import SyncCheck
 from everstep.train.worlds import RESERVED
 
 _started: list[Run] = []  # the last
@@ -82,7 +81,7 @@ def start(
         recovery.start(most_processes())
     process = take_place()
     uneven_inputs.install()
-    static_graphs.install()
+    checks.check_no_sync()
     coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
     if recovery is not None:
         recovery.on_profile(coordinator.live_profile.ask)  # also before the first step
@@ -250,7 +249,7 @@ class Run(Loops):
         if self._loop:
             raise LoopError("run.check_sync(every=…) after the loop began: a process that comes later would not take "
                             "part. Write it before `for step in run.steps(…):`")  # fmt: skip
-        self._evaluations.add(SyncCheck(self._state, lambda: self._shape), every)
+        self._evaluations.add(evaluation.SyncCheck(self._state, lambda: self._shape), every)
         self._ask(f"run.check_sync(every={every})", sys._getframe(1))
 
     def train(

@@ -20,7 +20,7 @@ from urllib3.exceptions import HTTPError, NameResolutionError, NewConnectionErro
 from urllib3.exceptions import SSLError as TransportSSLError
 
 from everstep.contract.addresses import host_and_port
-from everstep.membership.backends.forks import after_fork
+from everstep.contract.forks import after_fork
 from everstep.membership.backends.sockets import Sockets
 from everstep.membership.errors import StoreRefused, StoreUnavailable
 

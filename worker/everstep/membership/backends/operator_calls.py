@@ -32,8 +32,8 @@ from urllib3.exceptions import ConnectTimeoutError, HTTPError, NameResolutionErr
 from urllib3.exceptions import SSLError as TransportSSLError
 
 from everstep.contract.addresses import host_and_port
+from everstep.contract.forks import after_fork
 from everstep.contract.messages import is_refusal, words
-from everstep.membership.backends.forks import after_fork
 from everstep.membership.backends.sockets import Sockets
 from everstep.membership.errors import StoreRefused, StoreUnavailable
 from everstep.membership.peers.probe import connect

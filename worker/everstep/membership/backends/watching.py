@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from random import Random
 
-from everstep.membership.backends.forks import after_fork
+from everstep.contract.forks import after_fork
 from everstep.membership.errors import RendezvousFailed
 from everstep.membership.store import Backoff, View
 

@@ -11,6 +11,7 @@ import base64
 import secrets
 from typing import Any, Final, TypeVar
 
+from everstep.contract.forks import ForkLock
 from everstep.storage.backends.fsspec_store import FsspecStore, bucket_missing
 from everstep.storage.backends.translate import server_code
 from everstep.storage.base import (
@@ -24,7 +25,6 @@ from everstep.storage.base import (
     views_of,
 )
 from everstep.storage.errors import NotFound, TerminalError
-from everstep.storage.locks import ForkLock
 from everstep.storage.upload import Data
 
 T = TypeVar("T")

@@ -20,10 +20,10 @@ from typing import Any, Final, TypeVar
 import fsspec
 import fsspec.asyn
 
+from everstep.contract.forks import ForkLock
 from everstep.storage.backends.translate import EXPIRED_CODES, cannot_open, server_code, translate
 from everstep.storage.base import Capabilities, ObjectInfo, ObjectStore, check_folder, check_name
 from everstep.storage.errors import NotFound, StorageError, StoreUnusable, TerminalError
-from everstep.storage.locks import ForkLock
 from everstep.storage.upload import Data
 
 # Settings of the fsspec file system (keys, endpoint and the like), or a function that gives fresh ones to each client.

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from everstep.contract.forks import ForkLock
 from everstep.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -41,7 +42,6 @@ from everstep.storage.errors import (
     TerminalError,
     Unsynced,
 )
-from everstep.storage.locks import ForkLock
 from everstep.storage.upload import Data
 
 # --- descriptors

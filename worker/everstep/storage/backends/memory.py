@@ -5,9 +5,9 @@ Invariant: one lock around each operation, so `create` is atomic between threads
 
 from __future__ import annotations
 
+from everstep.contract.forks import ForkLock
 from everstep.storage.base import Capabilities, ObjectInfo, ObjectStore, check_folder, check_name, part_size_for
 from everstep.storage.errors import AlreadyExists, NotFound
-from everstep.storage.locks import ForkLock
 from everstep.storage.upload import Data
 
 

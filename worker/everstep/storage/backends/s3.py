@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import fsspec.asyn
 
+from everstep.contract.forks import ForkLock
 from everstep.storage.backends.fsspec_store import FsspecStore, Options
 from everstep.storage.backends.translate import UNSUPPORTED_CODES, server_code
 from everstep.storage.base import (
@@ -30,7 +31,6 @@ from everstep.storage.base import (
     views_of,
 )
 from everstep.storage.errors import NotFound, RetryableError, TerminalError
-from everstep.storage.locks import ForkLock
 from everstep.storage.upload import Data
 from everstep.torch_private.libraries import call_s3, innermost
 

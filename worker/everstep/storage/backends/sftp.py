@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from everstep.contract.forks import ForkLock
 from everstep.storage.backends.fsspec_store import Options
 from everstep.storage.backends.generic import GenericStore
 from everstep.storage.errors import NotFound, StorageError, StoreUnusable, TerminalError
-from everstep.storage.locks import ForkLock
 from everstep.storage.upload import Data
 
 SCHEMES: Final = frozenset({"sftp", "ssh"})

@@ -36,7 +36,6 @@ from everstep.recovery.state.randomness import STATE
 from everstep.torch_private import lightning
 from everstep.torch_private.patches import Replacements, replace
 from everstep.train.adapters.epochs import begin_an_epoch, begin_with_a_batch, reopen
-from everstep.train.adapters.logged import Logged
 from everstep.train.adapters.passes import Again, Passes, nothing_between
 from everstep.train.adapters.script_state import ScriptAttributes
 from everstep.train.coordination.step_coordinator import StepCoordinator
@@ -295,3 +294,18 @@ def _check(trainer: Any) -> None:
     for name, (used, fix) in wrong.items():
         if used:
             raise LoopError(f"EverstepCallback under everstep-run cannot be used with {name}: {fix}, {INSTEAD}")
+
+
+class Logged:
+    """Finds what one trainer of Lightning's has logged since the last call. Its `callback_metrics` keep the results of
+    earlier validations. Invariant: a number is returned once, so it is in the commit of the step after which it was
+    measured, and in no later one."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Any] = {}
+
+    def new(self, trainer: Any) -> dict[str, Any]:
+        now = dict(trainer.callback_metrics)
+        changed = {name: value for name, value in now.items() if self._before.get(name) is not value}
+        self._before = now  # kept, so that no new value gets the identity of an old one
+        return changed

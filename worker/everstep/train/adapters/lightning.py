@@ -25,8 +25,8 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.state.switches import SWITCHES, Switches
 from everstep.train import refused_end
 from everstep.train.adapters import missing
+from everstep.train.adapters.fitting import Logged
 from everstep.train.adapters.late import Late, LateRng, RngAt
-from everstep.train.adapters.logged import Logged
 from everstep.train.adapters.rank_checks import RankChecks, divides
 from everstep.train.adapters.script_state import CallbackWeights, ScriptAttributes
 from everstep.train.coordination.step_coordinator import StepCoordinator

@@ -23,15 +23,16 @@ import torch.distributed as dist
 from everstep.checkpoint import Checkpointer, Fenced, SaveFailed, StateMismatch
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.state.divided import by_parts
-from everstep.contract import termination
+from everstep.contract import env, termination
+from everstep.instruments import listener
 from everstep.instruments.live_profile import LiveProfile
+from everstep.recovery.announcements import Announcements
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.collectives import gather_over, reduce_into
 from everstep.recovery.state import model_parts
 from everstep.reporting.report import Reporter, default_reporter
 from everstep.reporting.stop_signal import Left, Preempted, StopSignal
 from everstep.storage.errors import StoreUnusable
-from everstep.train.coordination import requests
 from everstep.train.coordination.group_shutdown import part
 from everstep.train.coordination.metrics import Metrics
 from everstep.train.coordination.save_schedule import SaveSchedule
@@ -166,7 +167,7 @@ class StepCoordinator:
 
     def listen(self) -> None:
         """Let a person ask for a profile, in a world that does not change."""
-        requests.listen(self.live_profile, lambda: self.step)
+        listen(self.live_profile, lambda: self.step)
 
     def watch(self) -> None:
         """Note SIGTERM from here on. Called after the framework has set its own handler, which this one replaces, and
@@ -369,6 +370,16 @@ class StepCoordinator:
         answer = torch.tensor([int(done)], dtype=torch.int32)
         reduce_into(answer, dist.ReduceOp.MIN, self._group).wait()
         return bool(answer.item())
+
+
+def listen(live: LiveProfile, step: Callable[[], int | None], environ: Mapping[str, str] = os.environ) -> None:
+    """Let a person ask for a profile of a process whose world does not change: nobody announces rounds to it. Under an
+    agent the agent is asked, as for a process that recovers; under another launcher the process itself is. `step`: the
+    present one."""
+    if path := environ.get(env.AGENT_SOCKET):
+        Announcements(path, recovers=False).on_profile(live.ask)
+    else:
+        listener.listen(live, step)
 
 
 def _nothing() -> None:
