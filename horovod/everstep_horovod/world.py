@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from everstep.contract import env
-from everstep.contract.calls import in_group
+from everstep.contract.calls import StepStatus, in_group
 from everstep.instruments.live_profile import LiveProfile
-from everstep.recovery.announcements import AnnouncedRound, Announcements, Drained, StepStatus
+from everstep.recovery.announcements import AnnouncedRound, Announcements, Drained
 from everstep.recovery.current_round import CurrentRound
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming.forming import FormingFailed

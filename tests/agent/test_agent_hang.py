@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.decide.stall import ASK_SECONDS, FACTOR, FIRST_FACTOR, Finding, ProcessState, Watch, look
-from everstep.contract.calls import Call
+from everstep.agent.decide.stall import ASK_SECONDS, FACTOR, FIRST_FACTOR, Finding, Watch, look
+from everstep.contract.calls import Call, StepStatus
 from support.agent.agent_job import HERE, Job
 
 
-def looks(watch: Watch, *answers: ProcessState | None, every: float = ASK_SECONDS) -> list[Finding]:
+def looks(watch: Watch, *answers: StepStatus | None, every: float = ASK_SECONDS) -> list[Finding]:
     now, seen = watch.looked, []
     for answer in answers:
         now += every
@@ -25,54 +25,54 @@ def looks(watch: Watch, *answers: ProcessState | None, every: float = ASK_SECOND
 
 
 def test_a_step_that_takes_longer_than_the_floor_hangs() -> None:
-    assert looks(Watch(2.5), *[ProcessState(7, False, 0.1)] * 5) == [Finding.GOES_ON] * 3 + [Finding.HANGS] * 2
+    assert looks(Watch(2.5), *[StepStatus(7, False, 0.1)] * 5) == [Finding.GOES_ON] * 3 + [Finding.HANGS] * 2
 
 
 def test_a_process_that_waits_for_others_is_not_to_blame() -> None:
-    assert looks(Watch(2.5), *[ProcessState(7, True, 0.1)] * 5) == [Finding.GOES_ON] * 3 + [Finding.WAITS] * 2
+    assert looks(Watch(2.5), *[StepStatus(7, True, 0.1)] * 5) == [Finding.GOES_ON] * 3 + [Finding.WAITS] * 2
 
 
 def test_a_process_that_waits_between_two_steps_waits_and_does_not_hang() -> None:
-    assert looks(Watch(2.5), *[ProcessState(None, True, 0.1)] * 5)[-1] is Finding.WAITS
-    assert looks(Watch(2.5), *[ProcessState(None, True, 0.1)] * 5, *[None] * 5)[-1] is Finding.GOES_ON
+    assert looks(Watch(2.5), *[StepStatus(None, True, 0.1)] * 5)[-1] is Finding.WAITS
+    assert looks(Watch(2.5), *[StepStatus(None, True, 0.1)] * 5, *[None] * 5)[-1] is Finding.GOES_ON
 
 
 def test_steps_that_are_slow_anyway_may_take_longer() -> None:
-    slow = ProcessState(7, False, 1.0)
+    slow = StepStatus(7, False, 1.0)
     assert Finding.HANGS not in looks(Watch(2.5), *[slow] * int(FACTOR))
     assert looks(Watch(2.5), *[slow] * (int(FACTOR) + 2))[-1] is Finding.HANGS
 
 
 def test_a_first_step_may_take_much_longer_because_it_compiles() -> None:
-    first = ProcessState(0, False, 0.0)
+    first = StepStatus(0, False, 0.0)
     assert Finding.HANGS not in looks(Watch(2.5), *[first] * int(FIRST_FACTOR * 2.5))
     assert looks(Watch(2.5), *[first] * (int(FIRST_FACTOR * 2.5) + 2))[-1] is Finding.HANGS
 
 
 def test_slow_steps_do_not_raise_a_limit_that_is_fixed() -> None:
-    slow = ProcessState(7, False, 100.0)
+    slow = StepStatus(7, False, 100.0)
     assert looks(Watch(2.5, factor=0), *[slow] * 4) == [Finding.GOES_ON] * 3 + [Finding.HANGS]
 
 
 def test_progress_and_the_time_between_two_steps_begin_the_count_anew() -> None:
-    steps = [ProcessState(step, False, 0.1) for step in range(20)]
+    steps = [StepStatus(step, False, 0.1) for step in range(20)]
     assert Finding.HANGS not in looks(Watch(2.5), *(one for step in steps for one in (step, step)))
-    assert Finding.HANGS not in looks(Watch(2.5), *[ProcessState(None, False, 0.1)] * 20)
+    assert Finding.HANGS not in looks(Watch(2.5), *[StepStatus(None, False, 0.1)] * 20)
 
 
 def test_a_long_step_whose_collectives_go_on_is_no_hang() -> None:
     calls = [Call(n, "barrier()") for n in range(1, 40)]
-    busy = [ProcessState(7, n % 2 == 0, 0.1, call if n % 2 == 0 else None, (call,)) for n, call in enumerate(calls)]
+    busy = [StepStatus(7, n % 2 == 0, 0.1, call if n % 2 == 0 else None, (call,)) for n, call in enumerate(calls)]
     assert set(looks(Watch(2.5), *busy)) == {Finding.GOES_ON}
 
 
 def test_a_process_that_answers_nothing_in_a_step_hangs_and_between_two_does_not() -> None:
-    assert looks(Watch(2.5), ProcessState(7, False, 0.1), None, None, None)[-1] is Finding.HANGS
-    assert Finding.HANGS not in looks(Watch(2.5), ProcessState(None, False, 0.1), *[None] * 20)
+    assert looks(Watch(2.5), StepStatus(7, False, 0.1), None, None, None)[-1] is Finding.HANGS
+    assert Finding.HANGS not in looks(Watch(2.5), StepStatus(None, False, 0.1), *[None] * 20)
 
 
 def test_an_agent_that_was_stopped_does_not_count_the_time_that_it_did_not_look() -> None:
-    watch, _ = look(Watch(10), ProcessState(7, False, 0.1), 1.0)
+    watch, _ = look(Watch(10), StepStatus(7, False, 0.1), 1.0)
     assert look(watch, None, 1000.0)[1] is Finding.GOES_ON
 
 

@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,3 +184,32 @@ def read_rows(rows: object) -> tuple[Call, ...]:
     if not isinstance(rows, list) or len(rows) > KEPT:
         raise ValueError(f"a list of at most {KEPT} calls is expected")
     return tuple(Call(int(number), str(what)[:MAX_WHAT]) for number, what in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStatus:
+    """A process's answer to its agent: its step (None: between two steps), whether a collective of it waits for others,
+    and the seconds of its slowest recent step. `call`: the program's collective that waits; None if none waits, or one
+    of ours between two steps. `recent`: the program's newest collectives, oldest first."""
+
+    step: int | None
+    waits: bool
+    slowest: float
+    call: Call | None = None
+    recent: tuple[Call, ...] = ()
+
+    @property
+    def progress(self) -> object:
+        """A value that changes when the process makes progress."""
+        return self.step, self.waits, self.call, self.recent[-1:]
+
+    def fields(self) -> dict[str, Any]:
+        """As it is sent."""
+        calls = {"call": row(self.call), "recent": rows(self.recent)}
+        return {"step": self.step, "waits": self.waits, "slowest": self.slowest, **calls}
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> StepStatus:
+        """As it came. Raises KeyError, TypeError, ValueError."""
+        call, recent = read_row(fields.get("call")), read_rows(fields.get("recent", []))
+        return cls(fields["step"], bool(fields["waits"]), float(fields["slowest"]), call, recent)

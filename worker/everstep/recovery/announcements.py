@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from everstep.contract import env
-from everstep.contract.calls import Call, row, rows
+from everstep.contract.calls import Call, StepStatus, rows
 
 MAX_LINE = 64 * 1024
 
@@ -36,18 +36,6 @@ class AnnouncedRound:
     store: tuple[str, int]
     rendezvous: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class StepStatus:
-    """The step that the process is in (None: between two steps), whether a collective waits for others, and the seconds
-    of the slowest recent step. `call`: the program's collective that waits. `recent`: its newest ones, oldest first."""
-
-    step: int | None
-    waits: bool
-    slowest: float
-    call: Call | None = None
-    recent: tuple[Call, ...] = ()
 
 
 class RoundsOver(RuntimeError):
@@ -190,7 +178,7 @@ class Announcements:
                     self._call(announced, bool(message.get("whole")))
             case "where":
                 if self._step_status is not None:
-                    self._tell(kind="where", **_fields(self._step_status()))
+                    self._tell(kind="where", **self._step_status().fields())
             case "profile":
                 answer = partial(self._tell, kind="profiled", id=str(message["id"]))
                 if self._profile is not None:
@@ -216,11 +204,6 @@ class Announcements:
             self._changed.notify_all()
         if first and self._gone is not None:
             self._gone(reason)
-
-
-def _fields(status: StepStatus) -> dict[str, Any]:
-    calls = {"call": row(status.call), "recent": rows(status.recent)}
-    return {"step": status.step, "waits": status.waits, "slowest": status.slowest, **calls}
 
 
 class _Process:

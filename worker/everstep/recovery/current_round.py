@@ -21,7 +21,8 @@ from functools import partial
 from typing import TypeVar
 
 from everstep.contract import env
-from everstep.recovery.announcements import AnnouncedRound, Announcements, Drained, StepStatus
+from everstep.contract.calls import StepStatus
+from everstep.recovery.announcements import AnnouncedRound, Announcements, Drained
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import forming
 from everstep.recovery.group.in_flight import PeerLost

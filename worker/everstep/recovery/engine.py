@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from everstep.contract.calls import in_group
-from everstep.recovery.announcements import AnnouncedRound, Announcements, StepStatus
+from everstep.contract.calls import StepStatus, in_group
+from everstep.recovery.announcements import AnnouncedRound, Announcements
 from everstep.recovery.current_round import CurrentRound
 from everstep.recovery.ddp import checks, uneven_inputs
 from everstep.recovery.ddp.reducers import Reducers

@@ -14,29 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from everstep.contract.calls import Call
+from everstep.contract.calls import StepStatus
 
 FACTOR = 10.0  # the default
 FIRST_FACTOR = 10.0  # times the floor: a process's first step may compile, and the length of its steps is not known yet
 ASK_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessState:
-    """A process's answer: its step (None: between two steps), whether a collective of it waits for others, and the
-    seconds of its slowest recent step. `call`: the program's collective that waits; None if none waits, or one of ours
-    between two steps. `recent`: the program's newest collectives, oldest first."""
-
-    step: int | None
-    waits: bool
-    slowest: float
-    call: Call | None = None
-    recent: tuple[Call, ...] = ()
-
-    @property
-    def progress(self) -> object:
-        """A value that changes when the process makes progress."""
-        return self.step, self.waits, self.call, self.recent[-1:]
 
 
 class Finding(Enum):
@@ -52,7 +34,7 @@ class Watch:
 
     floor: float
     factor: float = FACTOR
-    where: ProcessState | None = None
+    where: StepStatus | None = None
     stalled: float = 0.0
     looked: float = 0.0
 
@@ -64,7 +46,7 @@ class Watch:
         return max(self.floor, self.factor * slowest)
 
 
-def look(watch: Watch, where: ProcessState | None, now: float) -> tuple[Watch, Finding]:
+def look(watch: Watch, where: StepStatus | None, now: float) -> tuple[Watch, Finding]:
     """The watch after an answer (`where` is None if none came), and the finding."""
     passed = min(now - watch.looked, 2 * ASK_SECONDS)
     watch = replace(watch, looked=now)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from everstep.agent.decide import events as e
-from everstep.agent.decide.stall import ASK_SECONDS, Finding, ProcessState, look
+from everstep.agent.decide.stall import ASK_SECONDS, Finding, look
 from everstep.agent.hang.mismatch import Seen, Verdict, clash, compare, decode
 from everstep.agent.processes import stacks
 from everstep.agent.processes.client import ForkServer
@@ -27,7 +27,7 @@ from everstep.agent.processes.program import STACKS_SIGNAL
 from everstep.agent.processes.running import Running
 from everstep.agent.tasks import Tasks
 from everstep.contract import process_end
-from everstep.contract.calls import read_page, read_row, read_rows
+from everstep.contract.calls import StepStatus, read_page, read_rows
 from everstep.membership.world_state import Round
 
 # --- board
@@ -141,13 +141,9 @@ class Watcher:
 
     def receive(self, process: Running, message: Mapping[str, Any]) -> None:
         """Handle the messages `where` and `broken`. Raises KeyError, TypeError, ValueError."""
-        recent = read_rows(message.get("recent", []))
         if message["kind"] == "where":
-            process.answer = ProcessState(
-                message["step"], bool(message["waits"]), float(message["slowest"]),
-                read_row(message.get("call")), recent,
-            )  # fmt: skip
-        elif recent and (round_ := self._round()) is not None:
+            process.answer = StepStatus.read(message)
+        elif (recent := read_rows(message.get("recent", []))) and (round_ := self._round()) is not None:
             seen = Seen(recent[-1], recent, str(message.get("at", "")), waits=False)
             self._tasks.start(self._board.post(round_, process.rank, seen))
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.agent.decide.stall import Finding, ProcessState, Watch
+from everstep.agent.decide.stall import Finding, Watch
 from everstep.agent.processes.output import Files
+from everstep.contract.calls import StepStatus
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class Running:
     listens: bool = False
     joined: bool = False
     ended: bool = False
-    answer: ProcessState | None = None
+    answer: StepStatus | None = None
     stall: tuple[Finding, float] = field(default=(Finding.GOES_ON, 0.0))
 
 
