@@ -43,13 +43,11 @@ class Driver:
         settings: JoinSettings | None = None,
         *,
         random: Random | None = None,
-        clock: Callable[[], float] = time.monotonic,
         peers: PeerMonitor | None = None,
     ) -> None:
         self._store, self._member, self._sizes = store, member, sizes
         self._settings = settings or JoinSettings()
         self._random = random or Random()  # noqa: S311 - jitter
-        self._clock = clock
         self._peers = peers
         self._changed = threading.Condition()
         self._join_request: JoinRequest | None = None  # the announced one
@@ -94,7 +92,7 @@ class Driver:
             self._world_state = Broken("joining")
         try:
             joining = Joining(
-                self._store, join_request, self._settings, self._random, self._clock, self._ask, self._stopping,
+                self._store, join_request, self._settings, self._random, time.monotonic, self._ask, self._stopping,
                 prepared=prepared,
             )  # fmt: skip
             view, formed = joining.run(timeout)
@@ -140,7 +138,7 @@ class Driver:
 
     def _sleep(self, seconds: float, deadline: float) -> None:
         with self._changed:
-            self._changed.wait(max(0.0, min(seconds, deadline - self._clock())))
+            self._changed.wait(max(0.0, min(seconds, deadline - time.monotonic())))
 
     # --- in a round
 
@@ -151,9 +149,9 @@ class Driver:
 
     def wait(self, timeout: float, seen: WorldState = WHOLE) -> WorldState:
         """Wait until the world state differs from `seen`, at most `timeout` seconds."""
-        deadline = self._clock() + timeout
+        deadline = time.monotonic() + timeout
         with self._changed:
-            while self._world_state == seen and (left := deadline - self._clock()) > 0:
+            while self._world_state == seen and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             return self._world_state
 
@@ -260,16 +258,16 @@ class Driver:
 
     def _keep(self) -> None:
         third = self._settings.ttl / 3
-        failures, due = 0, self._clock() + third
-        while not self._stopping.wait(max(0.0, due - self._clock())):
-            due = self._clock() + third  # from the start of the call, however long the store takes
+        failures, due = 0, time.monotonic() + third
+        while not self._stopping.wait(max(0.0, due - time.monotonic())):
+            due = time.monotonic() + third  # from the start of the call, however long the store takes
             try:
                 self._renew()
             except Exception as e:
                 # Failures must not make this wait longer than a third of the lease: a store that comes back without its
                 # presences gives each agent one lease to announce itself again.
                 failures += 1
-                due = self._clock() + min(third, self._settings.away.seconds(failures, self._random))
+                due = time.monotonic() + min(third, self._settings.away.seconds(failures, self._random))
                 self._failed("the round store cannot be used; the present round goes on", e, first=not self._away)
                 self._away = True
             else:
@@ -281,7 +279,7 @@ class Driver:
         failures = 0
         while not self._stopping.is_set():
             try:
-                self._watch_until(self._clock() + LOOK)
+                self._watch_until(time.monotonic() + LOOK)
                 failures = 0
             except Exception as e:
                 failures += 1
@@ -309,9 +307,9 @@ class Driver:
         with self._changed:
             seen = replace(self._view, expirations=self._expirations)
             if self._joining or self._round is None:
-                self._changed.wait(max(0.0, when - self._clock()))
+                self._changed.wait(max(0.0, when - time.monotonic()))
                 return
-        fresh = self._store.watch(seen, max(0.0, when - self._clock()))
+        fresh = self._store.watch(seen, max(0.0, when - time.monotonic()))
         self._see(fresh)
         if fresh.expirations != seen.expirations:
             try:

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -28,8 +28,8 @@ from everstep.roles.wire import HubLost, RolesError
 class Staying:
     """A context in which SIGTERM is put off. It works in the main thread, if the script has no handler of its own."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        self._seconds = env.grace_seconds(environ) / 2
+    def __init__(self) -> None:
+        self._seconds = env.grace_seconds(os.environ) / 2
         self._pid = os.getpid()
         self._timer: threading.Timer | None = None
         self._installed = False

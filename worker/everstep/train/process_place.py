@@ -51,11 +51,11 @@ def _sizes(size: int, environ: Mapping[str, str]) -> range:
     return range(most, least - 1, -int(environ.get("LOCAL_WORLD_SIZE", "1")))[::-1]
 
 
-def take_place(environ: Mapping[str, str] = os.environ) -> ProcessPlace:
+def take_place() -> ProcessPlace:
     """Find this process's place. Under a launcher, also form the default process group if the script has not: gloo for
     CPU tensors, NCCL for those of a GPU."""
     atexit.register(quiesce)  # first, so that it runs after all functions that are registered from now on
-    device = torch.device("cpu")
+    environ, device = os.environ, torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)

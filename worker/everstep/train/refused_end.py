@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -66,10 +66,10 @@ def completed() -> None:
     run_complete()
 
 
-def check_first_start(environ: Mapping[str, str] = os.environ) -> None:
+def check_first_start() -> None:
     """Raise `RefusedBefore` if torchrun has started this script before, and it was refused in its first steps."""
-    starts, path = environ.get(_STARTS, ""), environ.get(error_file.PATH, "")
-    if env.AGENT_SOCKET in environ or starts in ("", "0") or not path:
+    starts, path = os.environ.get(_STARTS, ""), os.environ.get(error_file.PATH, "")
+    if env.AGENT_SOCKET in os.environ or starts in ("", "0") or not path:
         return  # the first start, or under an agent that knows what a refusal is
     attempt = Path(path).parent.parent
     if attempt.name != f"attempt_{starts}":

@@ -111,11 +111,11 @@ def _when(content: dict[str, Any]) -> int:
         return int(time.time())
 
 
-def memory_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
+def memory_kills() -> int:
     """How many processes of this container the kernel has killed for lack of memory (cgroup v2, else v1)."""
-    for path in (root / "memory.events", root / "memory" / "memory.oom_control"):
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         try:
-            for line in path.read_text().splitlines():
+            for line in Path(path).read_text().splitlines():
                 name, _, count = line.partition(" ")
                 if name == "oom_kill":
                     return int(count)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from random import Random
 
 from everstep.contract.document import MAX_BYTES
 from everstep.contract.rounds import (
@@ -45,8 +44,8 @@ class Known:
 class HttpStore(Watching):
     """One job's round store."""
 
-    def __init__(self, calls: OperatorCalls, *, random: Random | None = None) -> None:
-        super().__init__(random)
+    def __init__(self, calls: OperatorCalls) -> None:
+        super().__init__()
         self._calls = calls
         self._counted = NOTHING_COUNTED  # the operator's count of expirations; another leader may begin anew
 
