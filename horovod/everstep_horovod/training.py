@@ -239,7 +239,7 @@ class Training:
             return step
 
         commits, how = replicated.synchronize(self._state, members, self._commits, self._validity, load)
-        if round_ is not None and (newest := self._newest_commit(round_)) > commits:
+        if round_ is not None and (newest := coordinator.newest_of_others(members, self._last, round_)) > commits:
             log.warning("the members hold commit %d, and %d is saved: all restore it", commits, newest)
             if (restored := load()) is None:
                 raise NoState(f"commit {newest} is saved, and could not be restored")
@@ -256,13 +256,3 @@ class Training:
         self._world.progress(commits)
         self._draw()
         return how
-
-    def _newest_commit(self, round_: AnnouncedRound) -> int:
-        """The newest saved commit, if there was a round without any of these members, otherwise -1. Collective. Such
-        members come back after others have trained without them, and are gone."""
-        members, mine = self._world.members, self._last
-        known = -1 if mine is None else mine.number if mine.rendezvous == round_.rendezvous else 0
-        last = members.maximum(known)
-        if last < 0 or 0 < round_.number - 1 <= last:
-            return -1
-        return members.maximum(self._coordinator.newest_commit() if members.rank == 0 else -1)

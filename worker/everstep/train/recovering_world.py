@@ -323,7 +323,7 @@ class RecoveringWorld(Checked):
         step, round_ = self._coordinator.step, self._recovery.round.announced
         assert round_ is not None
         try:
-            newest = self._newest_commit(round_)
+            newest = self._coordinator.newest_of_others(self._recovery.members, self._last, round_)
             if newest > step:
                 log.warning("the members hold step %d, and step %d is committed: all restore it", step, newest)
                 state_validity = Validity.TORN
@@ -340,16 +340,6 @@ class RecoveringWorld(Checked):
             return state_validity
         self._last = round_
         return None
-
-    def _newest_commit(self, round_: AnnouncedRound) -> int:
-        """The step of the newest commit, if there was a round without any of these members; otherwise -1. Collective.
-        An older world may still commit after this; the first save of this world then finds that (`NewerCommit`)."""
-        members, mine = self._recovery.members, self._last
-        known = -1 if mine is None else mine.number if mine.rendezvous == round_.rendezvous else 0
-        last = members.maximum(known)  # 0: the rounds of another document, which are not comparable with these
-        if last < 0 or 0 < round_.number - 1 <= last:
-            return -1
-        return members.maximum(self._coordinator.newest_commit() if members.rank == 0 else -1)
 
     def _moved(self) -> None:
         """The round has formed; its members do not have one state yet."""

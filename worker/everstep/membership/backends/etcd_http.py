@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import ssl
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +19,7 @@ from urllib3.exceptions import HTTPError, NameResolutionError, NewConnectionErro
 from urllib3.exceptions import SSLError as TransportSSLError
 
 from everstep.contract.addresses import host_and_port
-from everstep.contract.forks import after_fork
-from everstep.membership.backends.sockets import Sockets
+from everstep.membership.backends.sockets import PooledClient, brief
 from everstep.membership.errors import StoreRefused, StoreUnavailable
 
 DEFAULT_PORT = 2379
@@ -82,23 +80,15 @@ def endpoints(text: str, *, tls: bool = False) -> tuple[str, ...]:
     return tuple(urls)
 
 
-class Gateway:
+class Gateway(PooledClient):
     """Thread-safe."""
 
     def __init__(self, urls: tuple[str, ...], access: Access | None = None, limits: Limits | None = None) -> None:
         self._urls, self._access, self._limits = urls, access or Access(), limits or Limits()
-        self._lock = threading.Lock()
         self._at = 0  # index of the endpoint that answered last
         self._token = ""
-        self._pool: urllib3.PoolManager | None = None
-        self._sockets = Sockets()
-        self._context = self._access.context() if any(url.startswith("https:") for url in urls) else None
-        after_fork(self)
-
-    def forked(self) -> None:
-        """Leave the parent's sockets alone: two processes must not use one connection."""
-        self._lock, self._pool = threading.Lock(), None
-        self._sockets.forked()
+        context = self._access.context() if any(url.startswith("https:") for url in urls) else None
+        super().__init__(lambda: urllib3.PoolManager(num_pools=len(urls), maxsize=4, ssl_context=context))
 
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST to the first endpoint that answers. Raises StoreUnavailable or StoreRefused.
@@ -127,7 +117,7 @@ class Gateway:
         except ReadTimeoutError:
             return
         except (HTTPError, ValueError) as e:
-            raise StoreUnavailable(f"the stream of {path} broke: {_brief(e)}") from e
+            raise StoreUnavailable(f"the stream of {path} broke: {brief(e)}") from e
         finally:
             response.close()
 
@@ -135,14 +125,6 @@ class Gateway:
         """The next call authenticates again."""
         with self._lock:
             self._token = ""
-
-    def close(self) -> None:
-        """End calls in progress too; no later call succeeds."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        self._sockets.shut()
-        if pool is not None:
-            pool.clear()
 
     def _send(self, path: str, body: _Body, *, stream: bool, reply: float | None = None) -> Any:
         failures: dict[str, str] = {}
@@ -209,13 +191,6 @@ class Gateway:
             preload_content=not stream,
         )
 
-    def _own_pool(self) -> urllib3.PoolManager:
-        with self._lock:
-            if self._pool is None:
-                pool = urllib3.PoolManager(num_pools=len(self._urls), maxsize=4, ssl_context=self._context)
-                self._pool = self._sockets.of(pool)
-            return self._pool
-
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
@@ -259,7 +234,7 @@ def _object(path: str, response: Any) -> dict[str, Any]:
     try:
         data = json.loads(response.data or b"{}")
     except (HTTPError, ValueError, RecursionError) as e:
-        raise StoreUnavailable(f"{path}: the answer is not etcd's: {_brief(e)}") from e
+        raise StoreUnavailable(f"{path}: the answer is not etcd's: {brief(e)}") from e
     finally:
         response.release_conn()
     if not isinstance(data, dict):
@@ -271,7 +246,7 @@ def _problem(response: Any) -> _Problem:
     try:
         text = bytes(response.data).decode(errors="replace")
     except HTTPError as e:
-        text = _brief(e)
+        text = brief(e)
     finally:
         response.release_conn()
     code = -1
@@ -292,14 +267,9 @@ def _explain(error: Exception, access: Access) -> str:
         return "unknown host: check the endpoint's name"
     if isinstance(error, TransportSSLError):
         hint = "" if access.ca_file else " (give `ca_file` if the certificate is from a CA of your own)"
-        return f"TLS: {_brief(error)}{hint}"
+        return f"TLS: {brief(error)}{hint}"
     if isinstance(error, NewConnectionError):
-        return f"cannot connect: {_brief(error)}"
+        return f"cannot connect: {brief(error)}"
     if isinstance(error, ProtocolError):
-        return f"{_brief(error)} (an endpoint that speaks TLS needs https://)"
-    return _brief(error)
-
-
-def _brief(error: Exception) -> str:
-    text = str(error)
-    return text if len(text) <= 200 else text[:197] + "..."
+        return f"{brief(error)} (an endpoint that speaks TLS needs https://)"
+    return brief(error)

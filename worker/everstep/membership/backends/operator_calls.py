@@ -17,7 +17,6 @@ import errno
 import os
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -32,9 +31,8 @@ from urllib3.exceptions import ConnectTimeoutError, HTTPError, NameResolutionErr
 from urllib3.exceptions import SSLError as TransportSSLError
 
 from everstep.contract.addresses import host_and_port
-from everstep.contract.forks import after_fork
 from everstep.contract.messages import is_refusal, words
-from everstep.membership.backends.sockets import Sockets
+from everstep.membership.backends.sockets import PooledClient, brief
 from everstep.membership.errors import StoreRefused, StoreUnavailable
 from everstep.membership.peers.probe import connect
 from everstep.torch_private.libraries import OpensItself
@@ -156,7 +154,7 @@ def base_url(text: str, default_port: int, *, tls: bool = False) -> str:
     return f"{split.scheme}://{host_and_port(split.hostname, port)}"
 
 
-class OperatorCalls:
+class OperatorCalls(PooledClient):
     """Thread-safe. `url` has no path. Without `token_file`, no token is sent. `clock`: monotonic seconds."""
 
     def __init__(
@@ -171,17 +169,9 @@ class OperatorCalls:
         self._clock = clock
         self._accepted = False
         self._unauthorized_since: float | None = None  # the first 401 after the last answer
-        self._lock = threading.Lock()
         self._leader: str | None = None
-        self._pool: Pool | None = None
-        self._sockets = Sockets()
-        self._context = _context(ca_file) if url.startswith("https:") else None
-        after_fork(self)
-
-    def forked(self) -> None:
-        """Leave the parent's sockets alone: two processes must not use one connection."""
-        self._lock, self._pool = threading.Lock(), None
-        self._sockets.forked()
+        context = _context(ca_file) if url.startswith("https:") else None
+        super().__init__(lambda: Pool(num_pools=4, maxsize=4, ssl_context=context))
 
     def call(
         self,
@@ -212,14 +202,6 @@ class OperatorCalls:
                 return answer
             self._leader = None
         return self._ask(wanted)
-
-    def close(self) -> None:
-        """End calls in progress too; no later call succeeds."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        self._sockets.shut()
-        if pool is not None:
-            pool.clear()
 
     def _ask(self, wanted: _Call) -> Reply:
         """Ask the configured address, and the one to which it redirects."""
@@ -334,12 +316,6 @@ class OperatorCalls:
         response.release_conn()
         return Reply(response.status, response.headers, data)
 
-    def _own_pool(self) -> Pool:
-        with self._lock:
-            if self._pool is None:
-                self._pool = self._sockets.of(Pool(num_pools=4, maxsize=4, ssl_context=self._context))
-            return self._pool
-
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -373,6 +349,4 @@ def _error(url: str, reply: Reply) -> Exception:
 def _explain(error: Any) -> str:
     if isinstance(error, NameResolutionError):
         return "unknown host: check the endpoint's name"
-    text = str(error)
-    text = text if len(text) <= 200 else text[:197] + "..."
-    return f"TLS: {text}" if isinstance(error, TransportSSLError) else text
+    return f"TLS: {brief(error)}" if isinstance(error, TransportSSLError) else brief(error)

@@ -26,9 +26,10 @@ from everstep.checkpoint.state.divided import by_parts
 from everstep.contract import env, termination
 from everstep.instruments import listener
 from everstep.instruments.live_profile import LiveProfile
-from everstep.recovery.announcements import Announcements
+from everstep.recovery.announcements import AnnouncedRound, Announcements
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.collectives import gather_over, reduce_into
+from everstep.recovery.group.members import Members
 from everstep.recovery.state import model_parts
 from everstep.reporting.report import Reporter, default_reporter
 from everstep.reporting.stop_signal import Left, Preempted, StopSignal
@@ -158,6 +159,16 @@ class StepCoordinator:
         """The step of the newest commit; -1 if there is none, or none is known. Not collective."""
         newest = self._schedule.newest() if self._schedule is not None else None
         return -1 if newest is None else newest
+
+    def newest_of_others(self, members: Members, last: AnnouncedRound | None, round_: AnnouncedRound) -> int:
+        """The step of the newest commit, if there was a round without any of these members after `last`, this one's;
+        otherwise -1. Such members come back after others have trained without them, and are gone. Collective. An older
+        world may still commit after this; the first save of this world then finds that (`NewerCommit`)."""
+        known = -1 if last is None else last.number if last.rendezvous == round_.rendezvous else 0
+        newest = members.maximum(known)  # 0: the rounds of another document, which are not comparable with these
+        if newest < 0 or 0 < round_.number - 1 <= newest:
+            return -1
+        return members.maximum(self.newest_commit() if members.rank == 0 else -1)
 
     def begin(self, state: Mapping[str, Any]) -> int:
         """`join` and `restore`, in a world that does not change."""
