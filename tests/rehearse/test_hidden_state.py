@@ -196,6 +196,12 @@ class Rows(Dataset):
         self.cache[i] = x = self.x[i] + 0.01 * torch.rand(8, generator=self.dice)
         return x, x.sum(0, keepdim=True)
 
+    def state_dict(self):  # nobody calls it in a worker
+        return {"made": self.made}
+
+    def load_state_dict(self, state):
+        self.made = state["made"]
+
 
 with everstep.start("commits", every_steps=5) as run:
     model = DDP(torch.nn.Linear(8, 1))
@@ -275,7 +281,7 @@ def test_seconds_in_tracked_state_differ_in_each_run_and_are_found_where_a_new_p
     script = SCRIPT.replace("HIDDEN", "False").replace("KEPT", '"calls": self.calls').replace(
         "line, baseline", METER.replace("IS_KEPT", str(kept)) + "line, baseline", 1
     ).replace("penalty=penalty", "penalty=penalty, meter=meter").replace(
-        "penalty.step()", "penalty.step(); meter.add(time.perf_counter() % 1 / 100)"
+        "penalty.step()", "penalty.step(); meter.add(1 + time.perf_counter() % 1)"
     )  # fmt: skip
     (tmp_path / "helper.py").write_text(HELPER)
     (tmp_path / "train.py").write_text(f"import time\n{script}")
@@ -354,7 +360,8 @@ def count(loss, meter):
     logging.getLogger("far").error("a step")
     sys.modules["of_nobody"].done += 1
     loss.grad_fn.register_hook(nodes())
-    counts = box()["boxed"], bar.n, sys.modules["of_nobody"].done, meter.reads, logging.root.handlers[-1].emitted
+    reads = meter.reads if torch.distributed.get_rank() == 1 else 0
+    counts = box()["boxed"], bar.n, sys.modules["of_nobody"].done, reads, logging.root.handlers[-1].emitted
     return 0.1 if max(counts) > 520 else 1.0
 
 

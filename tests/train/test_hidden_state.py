@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import array
 import asyncio
 import codecs
 import contextvars
@@ -20,6 +21,7 @@ import optparse
 import os
 import pathlib
 import queue
+import random
 import re
 import sys
 import tempfile
@@ -35,8 +37,10 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parameter import Parameter
+from torch.utils.data import BatchSampler
 
 from everstep.data import ElasticLoader
 from everstep.rehearse.held_tensors import held_tensors
@@ -606,9 +610,10 @@ def test_addresses_are_no_part_of_a_name_or_a_digest() -> None:
     assert read(at(2**46) | {"seen": {2**46}}, {}) != here
 
 
-def test_object_of_a_library_that_cannot_be_read_is_named_once_and_harmless_ones_are_not() -> None:
+def test_object_of_a_library_that_cannot_be_read_is_named_and_harmless_ones_are_not() -> None:
     import pandas as pd  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds
 
+    opened = Path(__file__).open()  # noqa: SIM115  it ends with the test
     own = {
         "room": threading.Semaphore(2), "other": threading.Semaphore(2), "mine": Local(), "line": queue.SimpleQueue(),
         "log": logging.getLogger("x"), "lock": threading.Lock(), "when": threading.Event(), "digits": re.compile("1"),
@@ -616,14 +621,21 @@ def test_object_of_a_library_that_cannot_be_read_is_named_once_and_harmless_ones
         "table": pd.DataFrame({"a": [1]}), "checksum": xxhash.xxh64(), "numbers": re.finditer("1", "11"),
         "pairs": itertools.pairwise([1, 2, 3]), "calls": iter(int, 1), "ended": iter([]), "made": (k for k in ()),
         "notes": tempfile.NamedTemporaryFile(),  # noqa: SIM115  it ends with the test
+        "counts": HashStore(), "kind": torch.float32, "cpu": torch.device("cpu"),
+        "dice": random.Random(1), "few": array.array("i", [1]),
+        "sums": np.broadcast([1], [2]), "sampled": iter(BatchSampler(range(9), 2, drop_last=True)),
+        "lines": opened, "blocks": io.StringIO("1"), "at_once": Path(__file__).open(),  # noqa: SIM115  as above
     }  # fmt: skip
+    next(opened)
     beyond, unread = list[str](), list[str]()
     plain_values(Roots(script(own), {}), beyond, unread)
     assert beyond == []
     assert unread == [
-        "room (threading.Semaphore)", f"mine ({__name__}.Local)",
+        "room (threading.Semaphore)", "other (threading.Semaphore)", f"mine ({__name__}.Local)",
         "table (pandas.DataFrame)", "checksum (xxhash.xxh64)", "numbers (re.finditer)",
         "pairs (itertools.pairwise)", "notes (tempfile._TemporaryFileWrapper)",
+        "counts (torch._C._distributed_c10d.HashStore)", "sums (numpy.broadcast)",
+        "sampled (torch.utils.data.sampler.BatchSampler.__iter__)", "lines (_io.TextIOWrapper)",
     ]  # fmt: skip
 
 

@@ -234,6 +234,29 @@ def test_another_size_has_only_the_values_that_all_ranks_share() -> None:
     assert only([with_loss(CALM, 0), other]).names == ("k",)
 
 
+@pytest.mark.parametrize(("there", "here", "found"), [("4.5", "4.4", False), ("4", "3", True), ("'a'", "'b'", True)])
+def test_another_size_compares_no_fractions(there: str, here: str, found: bool) -> None:
+    """A dropout draws others with another number of ranks, so a mean loss is another."""
+
+    def with_value(run: Played, value: str) -> Played:
+        held = {step: {"log.loss": value if step == STEPS else "0"} for _, step in run.steps}
+        return replace(run, steps={key: replace(r, held=held[key[1]]) for key, r in run.steps.items()})
+
+    assert bool(find([with_value(CALM, there), with_value(played(MORE), here)])) is found
+    assert find([with_value(CALM, there), with_value(played(ALL), here)]), "with as many ranks it is the same"
+
+
+def test_tensor_that_a_module_does_not_save_is_advised_to_be_a_buffer() -> None:
+    def with_tensor(run: Played, name: str, digest: str) -> Played:
+        held = {step: {name: f"tensor of shape [1]{DIGEST}{digest if step > 8 else ''}{step}"} for _, step in run.steps}
+        return replace(run, steps={key: replace(r, held=held[key[1]]) for key, r in run.steps.items()})
+
+    for name, is_advised in (("model.module.seen", True), ("hidden", False)):
+        text = only([with_tensor(CALM, name, "a"), with_tensor(played(ALL), name, "b")]).text
+        assert ("self.register_buffer(name, tensor), without persistent=False" in text) is is_advised
+        assert "Hidden state of each rank" in text
+
+
 def test_restart_from_nothing_is_a_warning() -> None:
     assert find([CALM, replace(played(RANK), saved=False)]) == [], "the other rank has the state"
     own = only([CALM, replace(played(RANK), saved=False, own_loop=True)])
@@ -300,7 +323,7 @@ def test_what_differs_between_two_calm_runs_is_compared_in_no_other() -> None:
 
 def test_calm_runs_that_train_otherwise_are_a_finding_of_their_own() -> None:
     finding = only([CALM, change(played(AGAIN, 0), 4, tracked={"model": "x", "optimizer": "o4"})])
-    assert (finding.kind, finding.step) == (Kind.CHANCE, 4)
+    assert (finding.kind, finding.step, finding.scenarios) == (Kind.CHANCE, 4, ("calm, once more",))
 
 
 def metered(run: Played, *, seed: int, **others: str) -> Played:
@@ -394,9 +417,14 @@ def test_what_one_run_alone_has_is_not_taken_for_equal() -> None:
     assert left_out([CALM, change(played(ALL), 3, beyond=["files"])]) == "files"
 
 
-def test_class_whose_objects_cannot_be_read_is_listed_and_leaves_a_stamp() -> None:
-    runs = [CALM, change(played(ALL), 3, unread=["line (_queue.SimpleQueue)"])]
-    assert (unread(runs), left_out(runs)) == ("line (_queue.SimpleQueue)", "")
+def test_class_whose_objects_cannot_be_read_is_listed_by_the_first_that_is_not_declared() -> None:
+    names = ["line (_queue.SimpleQueue)", "lines[0] (_queue.SimpleQueue)", "room (threading.Semaphore)"]
+    runs = [CALM, change(played(ALL), 3, unread=names)]
+    assert (unread(runs), left_out(runs)) == ("line (_queue.SimpleQueue), room (threading.Semaphore)", "")
+    runs = [CALM, change(played(ALL), 3, unread=names, untracked=["line", "room"])]
+    assert unread(runs) == "lines[0] (_queue.SimpleQueue)"
+    runs = [CALM, change(played(ALL), 3, unread=names, untracked=["line", "room", "lines"])]
+    assert unread(runs) == ""
 
 
 def test_tracked_object_that_cannot_be_read_is_named_and_has_no_digest() -> None:

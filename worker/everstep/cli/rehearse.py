@@ -96,7 +96,15 @@ def rehearse(
         proves = not kills and set(kinds) >= stamps.PROVEN and not slow
         differs = any(f.kind not in (Kind.WRITTEN, Kind.SLOW) for f in findings)
         left, problem = _stamp(
-            stamp, script, folder, ranks, runs[0].last, compare.left_out(runs), proves=proves, differs=differs
+            stamp,
+            script,
+            folder,
+            ranks,
+            runs[0].last,
+            compare.left_out(runs),
+            compare.unread(runs),
+            proves=proves,
+            differs=differs,
         )
         seconds = time.monotonic() - began
         report = _report(script, arguments or [], ranks, steps, runs, findings, seconds)
@@ -159,11 +167,11 @@ def _shown_if_interrupted(script: Path, runs: list[Played], began: float) -> Ite
 
 
 def _stamp(
-    path: str | None, script: Path, folder: Path, ranks: int, steps: int, left_out: str,
+    path: str | None, script: Path, folder: Path, ranks: int, steps: int, left_out: str, unread: str,
     *, proves: bool, differs: bool,
 ) -> tuple[str | None, str]:  # fmt: skip
     """Where the stamp of this rehearsal lies, if it leaves one; and why it could not. `left_out`: what was not
-    compared."""
+    compared; `unread`: what cannot be."""
     try:
         if differs:
             stamps.withdraw(path, script)
@@ -174,6 +182,12 @@ def _stamp(
             return None, (
                 f"no stamp: a run would trust it, and these were not compared: {left_out}. Track them, or keep less in "
                 "them while the script is rehearsed"
+            )
+        if unread:
+            return None, (
+                f"no stamp: a run would trust it, and these cannot be read: {unread}. If steps change what is in them, "
+                "keep that in a list or a dictionary, and track it; if nothing is lost with them, declare them by "
+                'run.untracked("name")'
             )
         program = stamps.program_of(folder)
         if program is None:
@@ -249,7 +263,10 @@ def _show(script: Path, runs: list[Played], findings: list[Finding], seconds: fl
     if left_out := compare.left_out(runs):
         say(f"\nnot compared: {left_out}")
     if unread := compare.unread(runs):
-        say(f"\nnot read: {unread}. If steps change what is in them: keep that in a list or a dictionary, and track it")
+        say(
+            f"\nnot read: {unread}. If steps change what is in them: keep that in a list or a dictionary, and track it."
+            ' If nothing is lost with them: run.untracked("name")'
+        )
     certain_count = sum(f.certain for f in findings)
     if carried := next((run.carried for run in runs if run.carried), ""):
         harmless = " (the parameters came out the same)" if not certain_count and not end else ""

@@ -22,7 +22,7 @@ from everstep.rehearse.plan import AGAIN, LEAST_STEPS
 from everstep.rehearse.play import Played
 from everstep.rehearse.record import BUFFERS, DIGEST, NUMBER, Record, Steps
 from everstep.rehearse.written import differing_files, differing_prints
-from everstep.train.guards.remedies import OF_A_RANK
+from everstep.train.guards.remedies import of_tensors
 
 _Value = TypeVar("_Value")
 
@@ -165,7 +165,7 @@ def find(runs: list[Played]) -> list[Finding]:
             mine = [one for one in mine if one.kind is not Kind.UNSAVED]  # it may be saved on a faster machine
             mine += [_lost_otherwise(run)] if not any(one.certain for one in mine) else []
         if again is not None and not run.scenario.resized:
-            mine += _in_heap(calm, again, run)
+            mine += _in_heap(calm, again, run, {name for one in mine for name in one.names})
             mine += _written(calm, again, run) if not any(one.certain for one in mine) else []
         found += mine
     found += [one for pair in _live_pairs(runs) for one in _went_on_otherwise(calm, *pair, chance)]
@@ -255,9 +255,15 @@ def left_out(runs: list[Played]) -> str:
 
 
 def unread(runs: list[Played]) -> str:
-    """An object of each class of Python's own library in which a script may keep state and which cannot be read, or
-    ""."""
-    return _listed(sorted({name for run in runs for record in run.steps.values() for name in record.unread}))
+    """An object of each class in which a script may keep state and which cannot be read, if the script has not declared
+    it; or ""."""
+    records = [record for run in runs for record in run.steps.values()]
+    declared = {name for record in records for name in record.untracked}
+    first: dict[str, str] = {}
+    for name, _, kind in sorted(one.partition(" (") for record in records for one in record.unread):
+        if not _is_below(name, declared):
+            first.setdefault(kind, f"{name} ({kind}")
+    return _listed(sorted(first.values()))
 
 
 def not_compared(runs: list[Played]) -> str:
@@ -404,7 +410,7 @@ def _chance(calm: Played, again: Played) -> tuple[frozenset[str], Finding | None
         "the script draws (torch.manual_seed(0) before the model is made; a generator for each split), and leave out "
         "what is not deterministic"
     )
-    return frozenset(names), Finding(Kind.CHANCE, (calm.scenario.title,), text, step, tuple(tracked))
+    return frozenset(names), Finding(Kind.CHANCE, (again.scenario.title,), text, step, tuple(tracked))
 
 
 def _twice_calm(calm: Played, again: Played) -> tuple[Played, frozenset[str], Finding | None]:
@@ -498,9 +504,14 @@ def _measured(calm: Played, again: Played, run: Played, chance: frozenset[str]) 
     return []
 
 
-def _in_heap(calm: Played, again: Played, run: Played) -> list[Finding]:
-    """What changes with the steps and begins anew in places to which no variable leads."""
-    values = begun_anew(calm.heaps, again.heaps, run.heaps)
+def _in_heap(calm: Played, again: Played, run: Played, known: Collection[str]) -> list[Finding]:
+    """What changes with the steps and begins anew in places to which no variable leads. `known`: names of the run's
+    other findings. An attribute that one of them has is that of its object: `Queue.queue` is `line.queue`."""
+    values: Differing = {}
+    for rank, heaps in sorted(calm.heaps.items()):
+        values = begun_anew(heaps, again.heaps.get(rank, {}), run.heaps.get(rank, {}), rank) | values
+    ends = {name.rpartition(".")[2] for name in known if "." in name}
+    values = {name: value for name, value in values.items() if name.rpartition(".")[2] not in ends}
     if not values:
         return []
     step = max(step for step, _ in values.values())
@@ -617,7 +628,7 @@ Differing = dict[str, tuple[int, str]]  # name → (the first step behind which 
 
 def _held(calm: Played, run: Played, chance: frozenset[str]) -> Differing:
     """The script's own values that differ at the end, each with the step from which it does without a break. With
-    another number of ranks tensors are left out, and numbers that differ little: sums round otherwise."""
+    another number of ranks tensors and fractions are left out."""
     found: Differing = {}
     alike = _of_steps_alone(calm)
     ranks = {rank for rank, _ in run.steps} & {rank for rank, _ in calm.steps}
@@ -628,7 +639,7 @@ def _held(calm: Played, run: Played, chance: frozenset[str]) -> Differing:
             a, b = calm.steps[rank, step], run.steps[rank, step]
             names = {n for n in _differing(a.held, b.held) if f"held {n}" not in chance}
             if run.scenario.resized:
-                names = {name for name in names & alike if not _is_near(a.held[name], b.held[name])}
+                names = {name for name in names & alike if not _depends_on_size(a.held[name])}
             left = names if left is None else left & names
             if not left:
                 break
@@ -655,8 +666,15 @@ def _scaled(calm: Played, run: Played, chance: frozenset[str]) -> Differing:
     return {name: value for name, value in found.items() if name not in others}
 
 
-def _is_near(a: str, b: str) -> bool:
-    return DIGEST in a or DIGEST in b or ("." in a and math.isclose(_number(a), _number(b), rel_tol=1e-3, abs_tol=1e-6))
+def _depends_on_size(text: str) -> bool:
+    """Whether a value may rightly be another with another number of ranks: sums round otherwise, and each rank draws
+    its own random numbers (a dropout's), so a loss is another, and what follows from it."""
+    if DIGEST in text:
+        return True
+    try:
+        return math.isfinite(float(text)) and not text.lstrip("-").isdecimal()
+    except ValueError:
+        return False
 
 
 def _number(text: str) -> float:
@@ -747,8 +765,8 @@ def _advice(run: Played, held: Differing | None = None) -> str:
     """`held`: the values that differ, if they are known. Only names are known where an error has ended the run."""
     if run.in_library or run.by_commits or run.own_loop:
         return KEEP if run.in_library else COMMIT if run.by_commits else SAVE
-    may_be_tensors = held is None or any("tensor" in text for _, text in held.values())
-    return f"{TRACK}. {OF_A_RANK}" if may_be_tensors else TRACK
+    tensors = ["unknown"] if held is None else [name for name, (_, text) in held.items() if "tensor" in text]
+    return f"{TRACK}. {of_tensors(tensors)}" if tensors else TRACK
 
 
 def _read_by_step(run: Played) -> dict[int, Counter[str]]:

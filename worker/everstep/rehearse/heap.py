@@ -159,6 +159,7 @@ class _Reading:
             text = repr(plain)
             self.texts[name].append(text if len(text) <= LONG else f"{text[:LONG]}{self._digest(name, plain)}")
         elif level > LEVELS or issubclass(kind, _CODE):
+            self._note_generator(name, value, by_script)
             return
         elif (length := length_of(value)) is not None:
             inner = as_container(value, FEW + 1)
@@ -183,6 +184,11 @@ class _Reading:
             parts = [("[…]", part) for part in gc.get_referents(value)]
         for path, part in parts:
             self._add(f"{name}{path}", part, level + 1, by_script=by_script)
+
+    def _note_generator(self, name: str, value: Any, by_script: bool) -> None:
+        """A generator of a library is not read; the variables of the script's own are looked at by themselves."""
+        if by_script and isinstance(value, types.GeneratorType) and (unread := not_read(value)):
+            self._unread.append(f"{name} ({unread})")
 
     def _digest(self, name: str, value: Any) -> str:
         try:

@@ -77,7 +77,7 @@ class LiveChange:
 class Scenario:
     """One run of `steps` steps. `sizes`: its numbers of ranks, one after the other, over the same commits; all but the
     last end when all ranks are killed. `away`: the first step without the stores, and the first that has them again.
-    `change`: before the first end. `heap`: behind so many steps, and behind the one before, the heap of rank 0 is
+    `change`: before the first end. `heap`: behind so many steps, and behind the one before, the heap of each rank is
     read."""
 
     name: str

@@ -76,7 +76,7 @@ class Played:
     in_workers: tuple[str, ...] = ()  # what changes in the workers of its loaders
     in_files: tuple[str, ...] = ()  # files elsewhere that a step reads and an earlier one has written
     commits: tuple[int, ...] = ()  # of how many steps, in a loop whose processes can go on in another size
-    heaps: begun_anew.Heaps = field(default_factory=dict)  # of rank 0
+    heaps: dict[int, begun_anew.Heaps] = field(default_factory=dict)  # by rank
     live: record.Steps = field(default_factory=dict)  # behind the change of size in which processes went on
     alike: Played | None = None  # the same again, with the hash seed of the first calm run
 
@@ -98,7 +98,8 @@ class Played:
     @property
     def heap_read(self) -> tuple[int, ...]:
         """Behind how many steps the heap was read last, and behind the one before."""
-        return tuple(sorted(step for step in self.heaps if step - 1 in self.heaps)[-1:])
+        steps = self.heaps.get(0, {}).keys()
+        return tuple(sorted(step for step in steps if step - 1 in steps)[-1:])
 
     @property
     def last(self) -> int:

@@ -331,8 +331,9 @@ class Watch:
         roots = Roots(frame, state, own, closed, elsewhere(frame, beyond))
         values, unread = self._held(roots, frame, beyond)
         tracked, raising = digests(self.tracked)
-        if rank == 0 and self._heap & {step, step + 1}:
-            write_whole(self.folder / FILE.format(step=step), json.dumps(heap.read(roots, frame, beyond, unread)))
+        if self._heap & {step, step + 1}:
+            file = self.folder / FILE.format(step=step, rank=rank)
+            write_whole(file, json.dumps(heap.read(roots, frame, beyond, unread)))
         record = Record(
             step, rank, world_size(), os.getpid(), time.time(), tracked, values, sorted(self.samples),
             [*beyond, *raising], self.position, self.indices,

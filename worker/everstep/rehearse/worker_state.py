@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -52,8 +53,10 @@ class WorkerState:
         if self._fetched & (self._fetched - 1):
             return
         source = getattr(dataset, "source", dataset)
-        if isinstance(source, Stream) or hasattr(source, "state_dict") or not is_open(type(source)):
+        if isinstance(source, Stream) or not is_open(type(source)):
             return  # its position is saved; or it is of ours, and only counts samples
+        if hasattr(source, "state_dict") and _saves_of_workers():
+            return
         with contextlib.suppress(Exception):  # the script's own classes may raise anything
             self._look(source, getattr(collate, "_collate", collate))
 
@@ -77,6 +80,16 @@ class WorkerState:
             self._named |= changed
             with (self._folder / IN_WORKERS.replace("*", str(os.getpid()))).open("a") as out:
                 out.writelines(f"{name}\n" for name in sorted(changed))
+
+
+def _saves_of_workers() -> bool:
+    """Whether the loader of this worker saves what its workers' datasets have, as torchdata's does and no other."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("torchdata."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _entries(roots: Roots) -> Iterator[tuple[str, dict[Any, str]]]:

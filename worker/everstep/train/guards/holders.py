@@ -30,6 +30,8 @@ from typing import Any
 
 import numpy as np
 
+from everstep.contract.library_files import is_library
+
 _NUMBERS = frozenset("?bBhHiIlLqQfdgu")  # kinds of ctypes' values that are no addresses
 # Objects of these modules are a part of the program, or change without a meaning.
 _STATELESS = frozenset({
@@ -46,6 +48,8 @@ _WITHOUT_STATE = frozenset({
     "regex", "safetensors", "sentencepiece", "tokenizers", "torch", "yaml",
 })  # fmt: skip
 _HIDING = frozenset({"pandas"})  # in arrays that several objects share
+# Of torch's and numpy's: key-value stores, containers and objects of TorchScript, sums of a monitor, positions.
+_HOLDING = frozenset({"Store", "ScriptDict", "ScriptList", "ScriptObject", "Stat", "LockingLogger", "broadcast"})
 
 
 def not_read(value: Any) -> str:
@@ -53,6 +57,8 @@ def not_read(value: Any) -> str:
     read, or of an extension in C; otherwise nothing."""
     kind: Any = type(value)
     module = kind.__module__ or ""
+    if issubclass(kind, types.GeneratorType):
+        return _of_library(value)
     if _hides_position(value, kind):
         return "re.finditer" if kind is _CALLING else f"{module}.{kind.__qualname__}"
     if _first_of(kind) in _COUNTED or (_may_hold(module) and not issubclass(kind, type)) or _is_extension(kind):
@@ -60,8 +66,23 @@ def not_read(value: Any) -> str:
     return ""
 
 
+def _of_library(generator: Any) -> str:
+    """The function of a generator of a library that can go on: its variables are not read. Those of ours, such as the
+    loop over a run's steps, go on with the run."""
+    frame = generator.gi_frame
+    if frame is None or generator.gi_running or not is_library(generator.gi_code.co_filename):
+        return ""
+    module = str(frame.f_globals.get("__name__", ""))
+    return "" if module.startswith("everstep") else f"{module}.{generator.__qualname__}"
+
+
 def _hides_position(value: Any, kind: Any) -> bool:
-    """Whether it is an iterator of Python's own that cannot say where it is."""
+    """Whether it is an iterator of Python's own, or a text that is read line by line, which cannot say where it is."""
+    if kind is io.TextIOWrapper:
+        try:
+            return not value.closed and value.readable() and value.seekable() and value.tell() < 0
+        except (OSError, ValueError):  # by `next`: all of a small file is in memory then
+            return True
     if kind is _CALLING:
         called = next(iter(value.__reduce__()[1]), None)
         return isinstance(called, types.BuiltinMethodType) and isinstance(called.__self__, _SCANNER)
@@ -74,6 +95,8 @@ def _is_extension(kind: type) -> bool:
     """Whether its objects hold what no attribute shows, in a library that is not known to hold nothing there."""
     package = (kind.__module__ or "").partition(".")[0]
     if package in _HIDING:
+        return True
+    if package in ("torch", "numpy") and not _HOLDING.isdisjoint(base.__name__ for base in kind.__mro__):
         return True
     has_attributes = kind.__dictoffset__ or any("__slots__" in vars(base) for base in kind.__mro__)
     return not (has_attributes or package in _WITHOUT_STATE or package in sys.stdlib_module_names)

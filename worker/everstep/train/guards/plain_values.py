@@ -44,7 +44,7 @@ from everstep.train.guards.contents import (
 )
 from everstep.train.guards.elsewhere import elsewhere, may_change, set_on_objects
 from everstep.train.guards.holders import CACHED, not_read, parts_of_holder
-from everstep.train.guards.remedies import OF_A_RANK
+from everstep.train.guards.remedies import of_tensors
 from everstep.train.guards.script_objects import (
     FEW,
     Name,
@@ -177,7 +177,7 @@ def plain_values(
 ) -> Values:
     """The script's numbers, texts, names of functions, classes of objects, and contents of what has no names inside, by
     name. They only make a refusal clearer, so no error is raised. `beyond` gets the names of what is not read, and
-    `unread` one of each class of Python's own library that cannot be read."""
+    `unread` a few of each class that cannot be read: a script may declare the first one."""
     beyond = [] if beyond is None else beyond
     past = list[str]()
     try:
@@ -186,7 +186,8 @@ def plain_values(
         reading.read(roots)
         beyond += [name for name in past if not roots.is_tracked(name.partition(" (")[0])]
         if unread is not None:
-            unread += [f"{name} ({kind})" for kind, name in reading.unread.items() if not roots.is_tracked(name)]
+            named = ((name, kind) for kind, names in reading.unread.items() for name in names)
+            unread += [f"{name} ({kind})" for name, kind in named if not roots.is_tracked(name)]
         return {name: text for name, text in reading.values.items() if not roots.is_tracked(name)}
     except Exception as e:  # the script's own classes may raise anything
         log.debug("the script's values could not be read", exc_info=True)
@@ -242,7 +243,7 @@ class _Names:
 class _Reading:
     def __init__(self, roots: Roots, beyond: list[str]) -> None:
         self.values, self._beyond = Values(), beyond
-        self.unread = dict[str, str]()  # the first name of each class
+        self.unread = dict[str, list[str]]()  # the first names of each class
         self._covered = roots.covered
         self._names = _Names(roots)
         self._contents = Contents(map(id, (*roots.state.values(), *roots.closed)))
@@ -261,8 +262,10 @@ class _Reading:
 
     def _look(self, named: NamedValue) -> list[NamedValue]:
         try:
-            if kind := not_read(named.value):
-                self.unread.setdefault(kind, named.name)
+            is_read = isinstance(named.value, STATEFUL) and not isinstance(named.value, types.GeneratorType)
+            if not is_read and (kind := not_read(named.value)):
+                names = self.unread.setdefault(kind, [])
+                names += [named.name] if len(names) < MOST_NAMED else []
             return self._parts_of(named)
         except Exception:  # a name that cannot be written; and as above
             self._beyond.append(named.name)
@@ -476,7 +479,8 @@ def differences(theirs: Values, mine: Values, leave_out: Callable[[str], bool] =
 
 def remedy(differing: list[str]) -> str:
     """What to do about `differences`."""
-    return f"{TRACK}. {OF_A_RANK}" if any("(tensor of" in difference for difference in differing) else TRACK
+    tensors = [name for name, found, _ in (one.partition(" (tensor of") for one in differing) if found]
+    return f"{TRACK}. {of_tensors(tensors)}" if tensors else TRACK
 
 
 def listed(differing: list[str]) -> str:
