@@ -207,6 +207,38 @@ def test_shared_memory_of_the_template_is_kept(own: str) -> None:
     assert "everstep-shm" not in json.dumps(body)
 
 
+def test_workers_are_spread_over_nodes_by_a_rule_that_keeps_none_of_them_waiting() -> None:
+    body = pods.worker_pod(job(), 0, 1, 2, SETTINGS)
+    (constraint,) = body["spec"]["topologySpreadConstraints"]
+    assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
+    assert constraint["topologyKey"] == "kubernetes.io/hostname"
+    selected = constraint["labelSelector"]["matchLabels"]
+    assert selected.items() <= body["metadata"]["labels"].items()
+    assert selected.items() <= pods.worker_pod(job(), 1, 7, 2, SETTINGS)["metadata"]["labels"].items()
+
+
+RACK = {"topologyKey": "rack", "labelSelector": {"matchLabels": {"everstep.dev/job": "digits"}}}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"topologySpreadConstraints": []},
+        {"topologySpreadConstraints": [{**RACK, "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}]},
+        {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [RACK]}}},
+        {"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [RACK]}}},
+        {"nodeName": "n1"},
+    ],
+    ids=lambda own: f"{next(iter(own))}-{len(str(own))}",
+)
+def test_template_that_says_how_its_workers_lie_to_each_other_is_kept(own: dict[str, Any]) -> None:
+    template = copy.deepcopy(TEMPLATE)
+    template["spec"] |= own
+    body = pods.worker_pod(job(template), 0, 1, 2, SETTINGS)["spec"]
+    assert body.get("topologySpreadConstraints") == own.get("topologySpreadConstraints")
+    assert body.get("affinity") == own.get("affinity")
+
+
 def test_secret_of_the_store_is_given_to_the_worker_container_only() -> None:
     """Case 12: neither side-cars nor init containers hold the store's credentials."""
     wanted = {"url": "s3://b/p", "secretRef": {"name": "s3-credentials"}}

@@ -104,6 +104,8 @@ def _pod(
     names_account = spec.get("serviceAccountName") or spec.get("serviceAccount")
     if spec.get("automountServiceAccountToken") is None and not names_account:
         spec["automountServiceAccountToken"] = False  # training needs no right of the namespace's account `default`
+    if not _says_where(spec):
+        spec["topologySpreadConstraints"] = [_spread(job)]
     # A restarted container would join a round that the operator has given up.
     spec["restartPolicy"] = "Never"
     spec["hostname"] = name
@@ -131,6 +133,25 @@ def _pod(
             **({"finalizers": finalizers} if (finalizers := meta.get("finalizers")) else {}),
         },
         "spec": spec,
+    }
+
+
+def _says_where(spec: dict[str, Any]) -> bool:
+    """Whether the template says how its workers lie to each other. An empty list of constraints says that it does not
+    matter."""
+    affinity = spec.get("affinity") or {}
+    placed = spec.get("nodeName") or affinity.get("podAffinity") or affinity.get("podAntiAffinity")
+    return spec.get("topologySpreadConstraints") is not None or bool(placed)
+
+
+def _spread(job: JobView) -> dict[str, Any]:
+    """Prefer the node with the fewest workers of the job: a lost node then takes few of them. Where the nodes have no
+    room, or are one, it changes nothing."""
+    return {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {labels.JOB_UID: job.uid}},
     }
 
 
