@@ -224,8 +224,9 @@ class Restarts(StatusModel):
     lost_nodes: tuple[LostNode, ...] = Field(
         default=(),
         max_length=MAX_LOST_NODES,
-        description="Nodes that were lost with workers in the last half hour, the last one first. An elastic job grows "
-        "by workers on such a node only when it has been ready for a minute, twice as long after each further loss.",
+        description="Nodes that were lost with workers in the last half hour, the last one first. New pods prefer "
+        "other nodes, and an elastic job grows by workers on such a node only when it has been ready for a minute, "
+        "twice as long after each further loss.",
     )
     spare_failures: Count = Field(
         default=0, description="Times in a row that the programs of spares failed while all workers trained: no charge."

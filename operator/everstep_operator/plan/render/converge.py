@@ -18,7 +18,7 @@ from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import pods, waits
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import StageName
-from everstep_operator.plan.state import node_loss, sizing
+from everstep_operator.plan.state import lost_nodes, node_loss, sizing
 from everstep_operator.plan.state.facts import Facts
 
 # The state of a superseded worker is in the commit log or at its peers, and its accelerators are needed at once.
@@ -73,7 +73,8 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
         left = start - snapshot.now
         return Convergence(actions, Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
     due, held_back = _without_spares(facts, missing, restarts)
-    avoided = (*rejections.avoided(snapshot.now, restarts), *_left_nodes(facts))
+    nodes = (*rejections.avoided(snapshot.now, restarts), *lost_nodes.avoided(snapshot.now, restarts))
+    avoided = tuple(dict.fromkeys((*nodes, *_left_nodes(facts))))
     actions[StageName.CREATE] = [_create(facts, index, avoided) for index in due[: snapshot.settings.max_pods_per_plan]]
     # This is tried again in every pass, and after a while even without an observed change.
     if retry is not None:

@@ -35,6 +35,11 @@ def counted(now: datetime, restarts: Restarts, lost: Iterable[Loss]) -> Restarts
     return restarts.model_copy(update={"lost_nodes": (*again, *others)[:MAX_LOST_NODES]})
 
 
+def avoided(now: datetime, restarts: Restarts) -> tuple[str, ...]:
+    """The nodes on which new pods are placed only if there is no other: as those that rejected a pod (ADR 0036)."""
+    return tuple(node.name for node in restarts.lost_nodes if now - node.at <= REMEMBERED)
+
+
 def steady_at(snapshot: Snapshot, name: str) -> datetime | None:
     """The time from which workers on this node may get a place; None if they may now."""
     lost = find(snapshot, name)
