@@ -25,7 +25,7 @@ from everstep_operator.round_view import RoundView
 @dataclass(frozen=True, slots=True)
 class Moves:
     """`due`: members of the round that have to leave, and why. `ending`: those of them whose pods are being ended
-    already. `done`: workers that have left the round, which has its wanted size without them, and why."""
+    already. `done`: workers that have left, while a round of the wanted size was formed without them, and why."""
 
     due: Mapping[int, str]
     ending: frozenset[int]
@@ -69,11 +69,15 @@ def _refusal(snapshot: Snapshot, roster: Roster) -> str | None:
 def _done(
     snapshot: Snapshot, view: RoundView, roster: Roster, current: Mapping[int, WorkerPod], world: WorldState
 ) -> dict[int, str]:
-    if not is_whole(roster, world):
+    if world.size < roster.wanted:
         return {}
-    left = {index for index, n in view.left if index in roster.workers and roster.workers[index].number == n}
+    # A round of the wanted size was formed without them. It may be about to be replaced, because others leave it too:
+    # then only those are known to be done that left in order.
+    whole = is_whole(roster, world)
+    left = view.left if whole else view.drained
+    gone = {index for index, n in left if index in roster.workers and roster.workers[index].number == n}
     done = {}
-    for index in sorted((left | set(roster.leaving)) & roster.workers.keys() - world.members):
+    for index in sorted((gone | set(roster.leaving if whole else ())) & roster.workers.keys() - world.members):
         pod = current.get(index)
         if pod is None:
             if index in roster.leaving or (index, roster.workers[index].number) in view.drained:
