@@ -6,7 +6,9 @@ No node runs here: the tests write what an operator and kubelets would. Logs and
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 import tarfile
 import time
@@ -415,6 +417,41 @@ def test_what_is_wrong_is_one_line_that_says_what_to_do(
         caller()("status", "there")
     with pytest.raises(Unreachable, match="no cluster is configured"):
         caller("-n", "default")("list")
+
+
+def test_a_shell_gets_the_documented_exit_code_and_one_line(jobs: Jobs, tmp_path: Path) -> None:
+    """As processes: what an exception becomes is the entry point's."""
+    training(jobs, "shell", progress={"step": 3})
+    jobs.create("shell-elastic", {"elastic.minReplicas": 1, "elastic.maxReplicas": 2})
+    settings = yaml.safe_load(Path(jobs.control_plane.kubeconfig).read_text())
+    token = jobs.kubectl("create", "token", "default").stdout.strip()
+    settings["users"] = [{"name": user["name"], "user": {"token": token}} for user in settings["users"]]
+    (tmp_path / "weak").write_text(yaml.safe_dump(settings))
+    (port,) = free_ports(1)
+    for cluster in settings["clusters"]:
+        cluster["cluster"]["server"] = f"https://127.0.0.1:{port}"
+    (tmp_path / "gone").write_text(yaml.safe_dump(settings))
+
+    own = str(jobs.control_plane.kubeconfig)
+    for code, kubeconfig, *words in (
+        (0, own, "top"),
+        (0, own, "list", "-o", "name"),
+        (2, own, "status", "absent"),
+        (2, own, "logs", "shell", "w7"),
+        (2, own, "scale", "shell-elastic", "9"),
+        (2, own, "rerun", "shell", "--no-wait"),
+        (2, own, "migrate", "shell", "w0"),
+        (3, str(tmp_path / "weak"), "list"),
+        (3, str(tmp_path / "gone"), "status", "shell"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "everstep.cli.main", *words, "-n", jobs.namespace, "--kubeconfig", kubeconfig],
+            capture_output=True, text=True, timeout=60, check=False,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == code, (words, done.stdout, done.stderr)
+        assert len(done.stderr.splitlines()) == (1 if code else 0), (words, done.stderr)
+        assert bool(done.stdout) == (code == 0)
 
 
 def test_report_has_the_objects_and_no_secret(jobs: Jobs, call: Call, tmp_path: Path) -> None:

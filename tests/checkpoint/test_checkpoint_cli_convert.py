@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import everstep
+from support.processes.terminal import on_terminal
 from support.processes.warm_python import warm
 
 pytestmark = pytest.mark.timeout(180)
@@ -54,6 +56,27 @@ def test_exports_come_back_as_commits_that_do_not_differ(url: str, tmp_path: Pat
     done("export", url, tmp_path / "hub", "--format", "huggingface", "--key", "model")
     done("import", tmp_path / "hub", tmp_path / "hub-run")
     assert json.loads(done("show", tmp_path / "hub-run", "--json"))["step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "what", "least"),
+    [
+        (("export", "{url}", "{tmp}/out"), "export", 32),
+        (("import", "{tmp}/file.safetensors", "{tmp}/run"), "import", 24),
+        (("diff", "{url}", "--step", "1", "--to-step", "1"), "diff", 64),
+    ],
+    ids=["export", "import", "diff"],
+)
+@pytest.mark.long_but("diff")
+def test_bar_at_a_terminal_grows_by_all_that_is_read(
+    url: str, tmp_path: Path, command: tuple[str, ...], what: str, least: int
+) -> None:
+    save_file({"weight": torch.zeros(2, 3)}, tmp_path / "file.safetensors")
+    arguments = [part.format(url=url, tmp=tmp_path) for part in command]
+    shown = on_terminal("-m", "everstep.cli.main", "ckpt", *arguments)
+    whole = re.search(rf"{what} .*\D(\d+)/\1 bytes", shown)
+    assert whole is not None, shown
+    assert int(whole[1]) >= least
 
 
 def test_diff_names_what_differs_and_its_exit_code_says_so(url: str, tmp_path: Path) -> None:

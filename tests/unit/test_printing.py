@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 import io
-import os
-import pty
 import re
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,31 +28,15 @@ from everstep.cli.printing import SafeConsole, cell, safe, safe_line, say
 from everstep.contract import env
 from everstep.storage import open_store
 from everstep_local.run.demo import SCRIPT
+from support.processes.terminal import on_terminal
 
 HOSTILE = "[/x][bold]\x1b]0;title\x07\x1b[2J\x9b31m\r\x00\u202e\ud800:smile:"
-
-
-def on_terminal(*command: str, **environment: str) -> str:
-    """What a terminal is sent for stderr; stdout is a pipe."""
-    screen, terminal = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=terminal,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment},
-    ) as process:  # fmt: skip
-        os.close(terminal)
-        data = b""
-        with suppress(OSError):  # the other end is closed
-            while part := os.read(screen, 65536):
-                data += part
-        process.communicate(timeout=60)
-    os.close(screen)
-    assert process.returncode == 0, data
-    return data.decode()
 
 
 BAR = """
 import time
 from everstep.cli.printing import byte_bar
+from support.processes.terminal import on_terminal
 with byte_bar("verify", 8 * 2**20) as advance:
     for _ in range(8):
         advance(2**20)

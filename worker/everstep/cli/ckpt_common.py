@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from everstep.storage import ObjectStore
 
 DAMAGED, USAGE, STORE = 1, 2, 3
+T = TypeVar("T")
 
 Url = Annotated[str, typer.Argument(help="A folder, or file://, s3://, gs://, az:// and every other fsspec URL.")]
 Step = Annotated[int | None, typer.Option("--step", min=0, help="The commit of this step; else the newest.")]
@@ -71,6 +72,27 @@ def open_for(url: str, options: list[str] | None, *, to_write: bool = False) -> 
     if to_write:
         probe(store)
     return store
+
+
+def counted(store: ObjectStore, advance: Callable[[int], None]) -> ObjectStore:
+    """The store, which says of each read how many bytes it brought."""
+    from everstep.storage.wrapped import WrappedStore  # noqa: PLC0415
+
+    class Counted(WrappedStore):
+        def call(self, operation: str, name: str, act: Callable[[], T], tear: object = None) -> T:
+            del operation, name, tear
+            return act()
+
+        def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+            data = super().get(name, start, end)
+            advance(len(data))
+            return data
+
+        def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
+            super().get_into(name, start, *buffers)
+            advance(sum(buffer.nbytes for buffer in buffers))
+
+    return Counted(store)
 
 
 def fail(text: str, code: int) -> NoReturn:

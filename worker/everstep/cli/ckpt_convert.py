@@ -21,11 +21,12 @@ from everstep.cli.ckpt_common import (
     Tag,
     Url,
     catalog_of,
+    counted,
     fail,
     open_for,
     translated,
 )  # fmt: skip
-from everstep.cli.printing import say
+from everstep.cli.printing import byte_bar, say
 from everstep.contract import redact
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def bring(
 
         opened = open_source(source, key, stateful or ())
         target = open_for(url, storage_option, to_write=True)
-        record = write(opened, target, step, uuid.uuid4().hex, now())
+        with byte_bar("import", opened.bytes) as advance:
+            record = write(opened.counted(advance), target, step, uuid.uuid4().hex, now())
     keys = ", ".join(sorted(opened.bodies))
     say(f"step {record.step}: {len(record.entries)} tensors to {redact.text(target.url)}: {keys}")
 
@@ -89,7 +91,8 @@ def export(
         if form not in FORMATS:
             fail(f"--format {form}: one of {', '.join(FORMATS)} is expected", USAGE)
         commit = catalog.find(step, record, tag)
-        names = export_as(store, commit, dest, form, key)
+        with byte_bar("export", sum(shard.bytes for shard in commit.shards)) as advance:
+            names = export_as(counted(store, advance), commit, dest, form, key)
     say(f"step {commit.step}: {', '.join(names)} in {dest if dest.is_dir() else dest.parent}")
 
 
@@ -117,11 +120,10 @@ def diff(
         else:
             second = store if other is None else open_for(other, storage_option)
             counterpart = differences.of_commit(second, Catalog(second).find(to_step, to_record, to_tag))
-        listed = []
-        for difference in differences.differences(first, counterpart):
-            listed.append(difference)
-            if not as_json:
-                say(f"{difference.kind:8} {difference.name}  {difference.text}")
+        with byte_bar("diff", first.bytes + counterpart.bytes) as advance:  # nothing can be printed below it
+            listed = list(differences.differences(first.counted(advance), counterpart.counted(advance)))
+    for difference in () if as_json else listed:
+        say(f"{difference.kind:8} {difference.name}  {difference.text}")
     if as_json:
         say(json.dumps([asdict(d) | {"greatest": _number(d.greatest)} for d in listed], indent=2))
     elif not listed:

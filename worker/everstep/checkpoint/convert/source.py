@@ -6,8 +6,9 @@ by name, before a byte of a tensor is read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -27,6 +28,10 @@ class Form:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -37,6 +42,20 @@ class Source:
     bodies: Mapping[str, Json]
     tensors: Mapping[str, Form]
     read: Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
+
+    @property
+    def bytes(self) -> int:
+        return sum(form.bytes for form in self.tensors.values())
+
+    def counted(self, advance: Callable[[int], None]) -> Source:
+        """The same, which says of each tensor that is read how many bytes it has."""
+
+        def read(names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in self.read(names):
+                advance(self.tensors[name].bytes)
+                yield name, tensor
+
+        return replace(self, read=read)
 
 
 def of_state(what: str, state: Any, key: str, stateful: Iterable[str] = ()) -> Source:
