@@ -27,7 +27,7 @@ from everstep_operator.kube.errors import (
     ServerError,
 )
 from everstep_operator.kube.wire import KubeObject, ObjectMeta, OwnerReference
-from everstep_operator.plan.actions import BeginRounds, CreatePod, CreateService, DeletePod, SetSizes
+from everstep_operator.plan.actions import BeginRounds, CreatePod, CreateService, DeleteJob, DeletePod, SetSizes
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import JobView
 from everstep_operator.plan.stages import Stage, StageName, staged
@@ -49,6 +49,7 @@ class Server:
         self.refuses: dict[str, Exception] = {}
         self.loses: set[str] = set()  # carried out, and the answer lost
         self.log: list[str] = []
+        self.version = "1"  # of every object
         self.open = 0
         self.most = 0
 
@@ -84,13 +85,15 @@ class Server:
             metadata=ObjectMeta(name=name, owner_references=(OwnerReference(uid=self.owners[name], controller=True),))
         )
 
-    async def delete(self, resource: Any, namespace: str, name: str, *, uid: str, **_: Any) -> None:
+    async def delete(
+        self, resource: Any, namespace: str, name: str, *, uid: str, resource_version: str | None = None, **_: Any
+    ) -> None:
         if name in self.refuses:
             raise self.refuses[name]
         if name not in self.uids:
             raise NotFound(name)
-        if self.uids[name] != uid:
-            raise Conflict("uid")
+        if self.uids[name] != uid or resource_version not in (None, self.version):
+            raise Conflict("a precondition")
         del self.uids[name]
         self.log.append(f"delete {name}")
 
@@ -186,6 +189,18 @@ async def test_sizes_that_are_refused_hide_no_other_refusal_and_fail_no_pass(han
     applied = await hand.applier.apply(JOB, staged(told, {StageName.RELEASE: (StageName.SIZES,)}))
     assert applied.create_refused == "no"
     assert hand.server.log == []
+
+
+async def test_job_that_was_edited_since_the_plan_is_not_deleted(hand: Hand) -> None:
+    """A rerun may be asked for as its time to live ends."""
+    hand.server.uids[JOB.name] = JOB.uid
+    stages = staged({StageName.END: (DeleteJob(JOB.uid, ""),)})
+    hand.server.version = "2"
+    await hand.applier.apply(JOB, stages)
+    assert hand.server.log == []
+    hand.server.version = JOB.resource_version
+    await hand.applier.apply(JOB, stages)
+    assert hand.server.log == [f"delete {JOB.name}"]
 
 
 async def test_rounds_are_begun_anew_after_the_round_that_the_plan_saw_and_a_refusal_fails_no_pass(hand: Hand) -> None:

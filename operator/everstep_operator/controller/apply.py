@@ -183,7 +183,8 @@ class Applier:
             case DeleteService():
                 await self._delete(SERVICES, job, action.name, action.uid)
             case DeleteJob():
-                await self._delete(self._jobs, job, job.name, action.uid)
+                # A rerun that somebody asks for in this moment must not be lost with the job.
+                await self._delete(self._jobs, job, job.name, action.uid, version=job.resource_version)
             case SetSizes():
                 return await _unless_refused(self._set_sizes(job, action.sizes, action.surge))
             case BeginRounds():
@@ -244,17 +245,29 @@ class Applier:
             raise
 
     async def _delete(
-        self, resource: Resource[T], job: JobView, name: str, uid: str | None, grace: int | None = None
+        self,
+        resource: Resource[T],
+        job: JobView,
+        name: str,
+        uid: str | None,
+        grace: int | None = None,
+        version: str | None = None,
     ) -> bool:
         """Whether a deletion was begun; False when that object is gone, or another has its name."""
         try:
             await self._client.delete(
-                resource, job.namespace, name, uid=uid, grace_seconds=grace, propagation="Background"
+                resource,
+                job.namespace,
+                name,
+                uid=uid,
+                resource_version=version,
+                grace_seconds=grace,
+                propagation="Background",
             )
         except NotFound:
             return False
         except Conflict:
-            return False  # the UID precondition: the name belongs to a successor
+            return False  # the name belongs to a successor, or the job was edited: the next plan sees that
         return True
 
 
