@@ -76,6 +76,17 @@ async def test_failed_job_that_is_mended_ends_complete_with_its_history(place: P
         assert "JobRerun" in await place.events()
 
 
+async def test_job_that_nobody_reruns_in_time_is_deleted(place: Place) -> None:
+    await place.create_job(ttlSecondsAfterFinished=1)
+    async with Operators(place).run():
+        await succeed(place, "digits-w0-0", "digits-w1-0")
+
+        async def gone() -> bool:
+            return (await place.client.list(JOBS, place.namespace)).items == ()
+
+        await eventually("the job is gone", gone)
+
+
 @pytest.mark.long
 async def test_operator_that_dies_after_any_write_of_a_rerun_changes_nothing_in_its_end(new_place: NewPlace) -> None:
     for writes in range(WRITES):
