@@ -176,15 +176,20 @@ def _restarts_itself(template: Mapping[str, Any]) -> bool:
     return worker.get("restartPolicy") not in (None, "", "Never") or bool(worker.get("restartPolicyRules"))
 
 
+_RESERVED = frozenset({"namespace"})  # of CEL, as far as a template's metadata has such a field
+
+
 def _labels(template: Mapping[str, Any]) -> Mapping[str, Any]:
     return (template.get("metadata") or {}).get("labels") or {}
 
 
 def _set_by_us(name: str, why: str) -> Check:
-    """A field of the template's metadata."""
+    """A field of the template's metadata. A word that CEL reserves is written with underscores: newer API servers take
+    it as it is, and 1.30 does not."""
+    field = f"__{name}__" if name in _RESERVED else name
     return Check(
-        cel=f"!has(self.template.metadata) || !has(self.template.metadata.{name}) || "
-        f"self.template.metadata.{name}.size() == 0",
+        cel=f"!has(self.template.metadata) || !has(self.template.metadata.{field}) || "
+        f"self.template.metadata.{field}.size() == 0",
         message=f"spec.template.metadata.{name} must be absent: {why}",
         field=f".template.metadata.{name}",
         holds=lambda s: not (s.template.get("metadata") or {}).get(name),

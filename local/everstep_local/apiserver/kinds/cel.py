@@ -18,6 +18,7 @@ import msgspec
 
 MAX_VERDICTS = 4096  # per set of rules
 _OLD = re.compile(r"\boldSelf\b")
+_ESCAPED = re.compile(r"(?<=\.)__([a-z]+)__\b")  # a field whose name is a word that CEL reserves
 _USE = re.compile(r"(?<![\w.'\"])(?:self|oldSelf)\b(?:\.(?P<field>[a-zA-Z_]\w*)(?!\w*\())?")
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
@@ -104,4 +105,5 @@ def _compile(texts: Sequence[str]) -> list[Any]:
         return celtypes.ListType([celtypes.StringType(part) for part in str(text).split(str(separator))])
 
     environment = celpy.Environment()
-    return [environment.program(environment.compile(text), functions={"split": split}) for text in texts]
+    plain = [_ESCAPED.sub(r"\1", text) for text in texts]  # this library takes such a name as it is
+    return [environment.program(environment.compile(text), functions={"split": split}) for text in plain]
