@@ -154,6 +154,16 @@ def etcd_program() -> Path:
 
 
 @pytest.fixture(scope="session")
+def oldest_api_server() -> None:
+    """Whoever starts it asks for it: it is built before the first test, which takes minutes."""
+
+
+@pytest.fixture(scope="session")
+def newest_api_server() -> None:
+    """The same of the newest."""
+
+
+@pytest.fixture(scope="session")
 def prometheus_programs() -> Path:
     """Folder of `prometheus` and `promtool`. Whoever starts one asks for it: it is built before the first test."""
     return programs.prometheus()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
@@ -55,6 +56,24 @@ def helm() -> Helm:
         return done
 
     return call
+
+
+SERVED = 30.0  # seconds until a new kind is served
+MONITORING = ("podmonitors", "servicemonitors", "prometheusrules")
+
+
+@pytest.fixture(scope="session")
+def monitoring_kinds(crd: ControlPlane) -> Iterator[ControlPlane]:
+    """The API server, with the kinds of the Prometheus operator."""
+    folder = str(programs.monitoring_kinds())
+    done = crd.kubectl("apply", "--server-side", "-f", folder)
+    assert done.returncode == 0, done.stderr
+    deadline = time.monotonic() + SERVED
+    while any(crd.kubectl("get", f"{kind}.monitoring.coreos.com").returncode for kind in MONITORING):
+        assert time.monotonic() < deadline, f"they are not served within {SERVED:.0f} s"
+        time.sleep(0.1)
+    yield crd
+    crd.kubectl("delete", "--wait=false", "-f", folder)
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +38,6 @@ def only(objects: list[dict[str, Any]], kind: str, name: str = "everstep") -> di
 
 def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
     return dict(only(objects, "Deployment")["spec"]["template"])
-
-
-@pytest.fixture(scope="session")
-def monitoring_kinds(crd: Any) -> Iterator[Any]:
-    """The API server, with the kinds of the Prometheus operator."""
-    folder = str(programs.monitoring_kinds())
-    done = crd.kubectl("apply", "--server-side", "-f", folder)
-    assert done.returncode == 0, done.stderr
-    deadline = time.monotonic() + SERVED
-    while any(crd.kubectl("get", f"{kind}.monitoring.coreos.com").returncode for kind in KINDS):
-        assert time.monotonic() < deadline, f"they are not served within {SERVED:.0f} s"
-        time.sleep(0.1)
-    yield crd
-    crd.kubectl("delete", "--wait=false", "-f", folder)
 
 
 def test_nothing_of_it_is_installed_unless_a_value_says_so(helm: Any) -> None:

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from testcluster import kindcluster, programs, stores
+from testcluster import kindcluster, programs, stores, versions
 
 TRIES = 2
 BUILDS: dict[str, Callable[[], object]] = {  # those that take longest come first
     "control plane": programs.control_plane,
+    "oldest API server": lambda: programs.api_server(versions.OLDEST_KUBERNETES),
+    "newest API server": lambda: programs.api_server(versions.NEWEST_KUBERNETES),
     "prometheus": programs.prometheus,
     "helm": programs.helm,
     "versitygw": programs.versitygw,
@@ -32,6 +34,8 @@ BUILDS: dict[str, Callable[[], object]] = {  # those that take longest come firs
 # Fixture of `tests/conftest.py` → builds that it starts.
 OF_FIXTURE = {
     "control_plane": ("control plane", "helm"),
+    "oldest_api_server": ("oldest API server",),
+    "newest_api_server": ("newest API server",),
     "s3_server": ("versitygw",),
     "careless_s3_server": ("s3rver",),
     "gcs_server": ("fake-gcs-server",),

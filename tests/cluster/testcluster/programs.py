@@ -33,14 +33,14 @@ IN_ASSETS = ("kube-apiserver", "etcd")  # of these it must have both
 SERVERS = (*IN_ASSETS, "kube-controller-manager", "kubectl")
 
 
-def _stamp() -> str:
-    major, minor, _ = versions.KUBERNETES.split(".")
+def _stamp(version: str = versions.KUBERNETES) -> str:
+    major, minor, _ = version.split(".")
     settings = {
-        "k8s.io/component-base/version.gitVersion": f"v{versions.KUBERNETES}",
+        "k8s.io/component-base/version.gitVersion": f"v{version}",
         "k8s.io/component-base/version.gitMajor": major,
         "k8s.io/component-base/version.gitMinor": minor,
         "k8s.io/component-base/version.gitTreeState": "clean",
-        "k8s.io/client-go/pkg/version.gitVersion": f"v{versions.KUBERNETES}",
+        "k8s.io/client-go/pkg/version.gitVersion": f"v{version}",
     }
     return " ".join([SMALL, *(f"-X {name}={value}" for name, value in settings.items())])
 
@@ -122,6 +122,14 @@ def server(name: str) -> Path:
     if os.access(program, os.X_OK):
         return program
     return _from_source(name, "nodetools", _stamp(), (f"k8s.io/kubernetes/cmd/{name}",), ("go.mod", "go.sum")) / name
+
+
+def api_server(version: str) -> Path:
+    """The API server of the oldest or the newest Kubernetes that Everstep is for."""
+    age = {versions.OLDEST_KUBERNETES: "oldest", versions.NEWEST_KUBERNETES: "newest"}[version]
+    files = ("go.mod", "go.sum")
+    name = f"kube-apiserver-{age}"
+    return _from_source(name, age, _stamp(version), ("k8s.io/kubernetes/cmd/kube-apiserver",), files) / name
 
 
 def control_plane() -> dict[str, Path]:

@@ -1,6 +1,8 @@
 """The versions of everything the test cluster is made of, in one place."""
 
 KUBERNETES = "1.34.4"
+# The oldest and the newest that Everstep is for. Of these only the API server is built, by night.
+RANGE = OLDEST_KUBERNETES, NEWEST_KUBERNETES = "1.30.14", "1.37.2"
 ETCD = "3.6.5"
 COREDNS = "1.12.1"
 PAUSE = "3.10.1"

@@ -1,0 +1,6 @@
+//go:build tools
+
+// Package newest pins the API server of the newest Kubernetes that Everstep is for.
+package newest
+
+import _ "k8s.io/kubernetes/cmd/kube-apiserver"
