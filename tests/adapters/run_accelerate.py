@@ -38,7 +38,8 @@ def main() -> None:
         begin(run.completed)
         for _epoch in run.epochs(EPOCHS):
             for batch in run.batches():
-                net.steps = run.completed
+                net.steps = int(run.step)  # the same number as run.completed
+                assert net.steps == run.completed
                 data = batch.data if elastic else batch
                 with accelerator.accumulate(model):
                     loss = model(**data)["loss"]

@@ -97,7 +97,7 @@ def main() -> None:
         "model": net.state_dict(),
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
-        "step": run.completed,
+        "step": int(run.step),
         "evaluated": seen[-1],
         "pid": os.getpid(),
     }

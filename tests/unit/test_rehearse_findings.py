@@ -381,6 +381,9 @@ def test_samples_are_those_of_all_ranks_together() -> None:
     assert find([CALM, replace(played(FEWER), steps=swapped)]) == []
     finding = only([CALM, change(played(MORE), 7, samples=["other"])])
     assert (finding.kind, finding.step) == (Kind.SAMPLES, 7)
+    padded = "pad to one length while you rehearse"
+    assert padded in finding.text
+    assert padded not in only([CALM, change(played(ALL), 7, samples=["other"])]).text
     assert "step 6 was computed from other samples" in finding.text
 
 

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from everstep.rehearse import written
-from everstep.rehearse.written import MOST_CHARACTERS, Written, differing_files, differing_prints, read_files
+from everstep.rehearse.written import (
+    MOST_CHARACTERS,
+    Written,
+    as_shown,
+    differing_files,
+    differing_prints,
+    read_files,
+)
 
 CSV = ["step,loss", *(f"{i},0.{i}" for i in range(6))]
 ROWS = [json.dumps({"step": i, "loss": i / 2}) for i in range(6)]
@@ -45,6 +52,22 @@ def said(calm: Sequence[str], here: Sequence[str], again: Sequence[str] | None =
 )
 def test_difference_of_a_text_is_named(calm: list[str], here: list[str], says: str) -> None:
     assert said(calm, here) == says
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("10%\r55%\r100%\r", "100%"),
+        ("step 1\b2\b3", "step 3"),
+        ("\b\b[=>]\b\b\b\b[==]", "[==]"),
+        ("a\r", "a"),
+        ("", ""),
+    ],
+)
+def test_line_is_compared_as_a_terminal_shows_it(line: str, shown: str, tmp_path: Path) -> None:
+    assert as_shown(line) == shown
+    (tmp_path / "log.txt").write_text(f"{line}\nloss 1\n")
+    assert read_files(tmp_path, ["log.txt"], tmp_path)["log.txt"].lines == (shown, "loss 1")
 
 
 def test_numbers_that_differ_between_calm_runs_are_left_out_and_the_others_of_the_line_are_not() -> None:

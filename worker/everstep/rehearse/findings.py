@@ -72,6 +72,7 @@ SAMPLER = (
     "hvd.elastic.ElasticSampler choose them: pass it to hvd.elastic.TorchState(…), and call its record_batch between a "
     "batch and the commit"
 )
+PADDED = ". A collate_fn that pads to the longest row of a rank's batch: pad to one length while you rehearse"
 SCALED = (
     "it grows with the number of ranks. Where the batch of all ranks together stays the same, take the size for which "
     "it was chosen (a number, or `run.once`), and not the present one"
@@ -756,7 +757,7 @@ def _samples(calm: Played, run: Played, held: Differing) -> Finding | None:
             f"{(b - a).total()} are others"
         )
         causes, cause = _causes(held, step, run)
-        text += cause or f". Let {SAMPLER if run.by_commits else LOADER}"
+        text += (cause or f". Let {SAMPLER if run.by_commits else LOADER}") + (PADDED if run.scenario.resized else "")
         return Finding(Kind.SAMPLES, title, text, step, tuple(causes))
     return None
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.rehearse.watch import Watch
+from everstep.rehearse.written import as_shown
 
 MOST_LINES = 20_000  # of one process
 MOST_CHARACTERS = 1000  # of one line
@@ -38,7 +39,7 @@ class Output:
         if self._in_loop:
             *lines, self._line = (self._line + text).split("\n")
             for line in lines:
-                self._note(text=line.replace(self._run, "")[:MOST_CHARACTERS])
+                self._note(text=as_shown(line).replace(self._run, "")[:MOST_CHARACTERS])
             self._line = self._line[-MOST_CHARACTERS:]
         return self._stream.write(text)
 

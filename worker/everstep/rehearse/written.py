@@ -63,13 +63,28 @@ def read_files(folder: Path, names: Collection[str], run: Path) -> dict[str, Wri
             left -= size
             content = content.replace(str(run).encode(), b"")
             try:
-                lines = tuple(content.decode().splitlines())
+                text = content.decode().removesuffix("\n")
+                lines = tuple(map(as_shown, text.split("\n"))) if content else ()
             except UnicodeDecodeError:
                 lines = None
         loaded = _digest_of_pickle(path, content) if lines is None else ""
         digest = loaded or hashlib.blake2b(content, digest_size=16).hexdigest()
         found[name] = Written(size, digest, lines, bool(loaded))
     return found
+
+
+def as_shown(line: str) -> str:
+    """A line as a terminal shows it in the end, without what a progress bar has written over."""
+    line = next((part for part in reversed(line.split("\r")) if part), "")
+    if "\b" not in line:
+        return line
+    shown: list[str] = []
+    for letter in line:
+        if letter != "\b":
+            shown.append(letter)
+        elif shown:
+            shown.pop()
+    return "".join(shown)
 
 
 def _digest_of_pickle(path: Path, content: bytes) -> str:

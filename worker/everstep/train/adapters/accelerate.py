@@ -196,9 +196,13 @@ class Run:
         """Call `fn` now. If it returns a mapping, that is logged, and stands in the commits of the following steps."""
         self._coordinator.log(figures(fn()), of_state=True)
 
-    def step(self, **metrics: Any) -> None:
-        """Tell that the work on a batch is done. If the optimizer has stepped, this counts a step, and may save or
-        stop."""
+    @property
+    def step(self) -> accelerated.StepNumber:
+        """The number of completed optimizer steps. Called, `run.step(loss=loss)`, it tells that the work on a batch is
+        done. If the optimizer has stepped, that counts a step, and may save or stop."""
+        return accelerated.StepNumber(self.completed, self._batch_done)
+
+    def _batch_done(self, **metrics: Any) -> None:
         self._coordinator.log(metrics)
         if isinstance(self._data, ElasticLoader):
             if not self._in_hand.last:

@@ -16,7 +16,7 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,6 +106,21 @@ def _step(step: Any, optimizer: Any, closure: Any = None) -> Any:
             "run.train(function)`"
         )
     return step(optimizer, closure)
+
+
+class StepNumber(int):
+    """`run.step` of a loop over what Accelerate prepared: the number of completed steps, as of a session's run. As a
+    call it is what a loop over `run.batches()` says behind each batch."""
+
+    _call: Callable[..., None]
+
+    def __new__(cls, number: int, call: Callable[..., None]) -> StepNumber:
+        made = super().__new__(cls, number)
+        made._call = call
+        return made
+
+    def __call__(self, **metrics: Any) -> None:
+        self._call(**metrics)
 
 
 def batch_option(batch_size: int) -> str:

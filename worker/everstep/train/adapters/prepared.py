@@ -192,8 +192,12 @@ class Prepared:
             "body a function of the batch, `def learn(batch): …`, and write `run.train(learn)`, without run.step()"
         )
 
-    def step(self, **metrics: Any) -> NoReturn:
-        """Not supported here, as `batches`."""
+    @property
+    def step(self) -> accelerated.StepNumber:
+        """The number of completed optimizer steps. To call it is not supported here, as `batches`."""
+        return accelerated.StepNumber(self.completed, self._refuse_step)
+
+    def _refuse_step(self, **metrics: Any) -> NoReturn:
         raise LoopError("run.step(…) under everstep-run: run.train(fn) counts the steps. Return what is to be logged "
                         "from fn, as a mapping")  # fmt: skip
 
