@@ -81,6 +81,10 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         {"template.metadata": {"labels": {"a": "b", "everstep.dev/round": "9"}}},
         ("FieldValueInvalid", "spec.template.metadata.labels"),
     ),
+    "rule_over_a_field_that_cel_reserves": (
+        {"template.metadata": {"namespace": "elsewhere"}},
+        ("FieldValueInvalid", "spec.template.metadata.namespace"),
+    ),
     "volume_of_ours": (
         {"template.spec.volumes": [{"name": "a"}, {"name": "everstep-etcd"}]},
         ("FieldValueInvalid", "spec.template.spec.volumes"),
