@@ -90,8 +90,6 @@ def test_each_script_has_one_row() -> None:
     "unweighted_micro_batches-torchrun",
     "iterable_dataset-torchrun",
     "split_unseeded-torchrun",
-    "default_list-torchrun",
-    "recent_losses-torchrun",
     "group_by_hand-everstep-run",
     "powersgd-everstep-run",
     "buffer_of_first_batch-everstep-run",

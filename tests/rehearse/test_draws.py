@@ -85,7 +85,7 @@ for number in range(checkpointer.restore(state) or 0, 40):
 """
 
 
-@pytest.mark.long_but("alike")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seed", "found"), [("0", [("draws", False, ["random"])]), ("dist.get_rank()", [])], ids=["alike", "by rank"]
 )

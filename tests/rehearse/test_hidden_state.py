@@ -273,7 +273,7 @@ meter = Meter()
 """
 
 
-@pytest.mark.long_but("False")
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [True, False])
 def test_seconds_in_tracked_state_differ_in_each_run_and_are_found_where_a_new_process_forgets_them(
     tmp_path: Path, kept: bool

@@ -39,7 +39,8 @@ ALIKE = """            for buffer in model.module.buffers():
 """
 
 
-@pytest.mark.parametrize("remedy", ["", pytest.param(ALIKE, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("remedy", ["", ALIKE])
 def test_statistics_that_are_averaged_behind_backward_are_no_warning(remedy: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace(BACKWARD, BACKWARD + remedy))
     done = play(tmp_path, "--ranks", "2", "--steps", "12", "--at", "0@6:backward", "--limit", "200", seconds=330)

@@ -111,6 +111,7 @@ WHOLLY_LONG = {
     "rehearse/test_held_values.py": "test_hidden_state.py has values of each kind",
     "rehearse/test_library_loops.py": "each is a rehearsal; test_store_loss.py has one",
     "rehearse/test_rehearse_in_ci.py": "each is a rehearsal; test_held_tensors.py has one, and unit/ the options",
+    "rehearse/test_statistics.py": "unit/test_rehearse_findings.py has the finding",
     "run/test_page_browser.py": "it installs a browser; unit/test_page.py reads the page with a strict parser",
     "run/test_run_commands.py": "test_run_client.py changes a live run, unit/test_cli_runs.py has the commands",
     "run/test_run_compared.py": "three whole local runs; recovery/test_recovery_bits.py has a lost process",
