@@ -98,6 +98,20 @@ def test_state_that_is_each_ranks_own_is_refused_by_name_and_never_committed(wha
     assert first["latest"] == second["latest"] == 1
 
 
+@pytest.mark.parametrize(("who", "first", "other"), [(1, 3, 4), (0, 4, 3)])
+def test_save_that_one_rank_left_out_is_named_and_no_commit_holds_two_steps(
+    who: int, first: int, other: int, tmp_path: Path
+) -> None:
+    (world,) = run(tmp_path / "out", f"skip:2:{tmp_path / 'store'}:who={who}")
+    texts = world[0]["texts"]
+    assert len(texts) == 3 - (who == 0), "each later save fails too"
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(f"rank 1 saved step {other} where rank 0 saved step {first}: no commit was made")
+    assert "all ranks" in texts[0]
+    assert world[1]["texts"] == []
+    assert [r["steps"] for r in world] == [[2, 1]] * 2
+
+
 @pytest.mark.long
 def test_replicated_state_is_read_once_by_the_world_and_not_once_by_each_rank(tmp_path: Path) -> None:
     root = tmp_path / "store"

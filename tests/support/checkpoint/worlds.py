@@ -209,6 +209,25 @@ def differ(root: str, what: str) -> Result:
     return {"outcomes": outcomes, "latest": latest.step if latest else None, **result}
 
 
+def skip(root: str, who: str) -> Result:
+    """One rank leaves out the save of step 3 and goes on: its third save is of another step than the others'."""
+    checkpointer = everstep.Checkpointer(root, keep=9, peer_timeout=60)
+    checkpointer.restore(small(0))
+    for step in (1, 2):
+        checkpointer.save(step, small(step)).wait(60)
+        dist.barrier()
+    texts = []
+    for step in (3, 4, 5):
+        if step == 3 and dist.get_rank() == int(who):
+            continue
+        try:
+            checkpointer.save(step, small(step)).wait(60)
+        except everstep.checkpoint.StateMismatch as e:
+            texts.append(str(e))
+    dist.barrier()
+    return {"texts": texts, "steps": [found.step for found in checkpointer.list()]}
+
+
 def thin(root: str) -> Result:
     """Sharded tensors with one row or one column, and without elements; a model whose last layer has one output."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -442,7 +461,8 @@ def mutate(root: str) -> Result:
 
 
 SCENARIOS: dict[str, Callable[..., Result]] = {
-    "save": save, "load": load, "look": look, "differ": differ, "thin": thin, "hurried": hurried,
+    "save": save, "load": load, "look": look, "differ": differ, "skip": skip, "thin": thin,
+    "hurried": hurried,
     "left_out": left_out, "load_and_train": load_and_train, "grid": grid, "steps": steps, "restore": restore,
     "diverge": diverge, "mutate": mutate, "apart": apart, "permuted": permuted, "uneven": uneven,
 }  # fmt: skip

@@ -297,6 +297,7 @@ class Part:
     digests: dict[str, int] = field(default_factory=dict)  # of its replicated state, by key, where ranks compare it
     union: dict[str, Json] = field(default_factory=dict)  # this rank's content of unions, by key
     union_digests: dict[str, int] = field(default_factory=dict)  # of tensors of unions that several ranks hold
+    step: int = NONE  # of the state; NONE if the description does not say it
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +371,8 @@ def encode_part(part: Part | PartFailed) -> bytes:
         case PartFailed():
             body["failed"] = part.reason[:500]
         case Part():
+            if part.step != NONE:
+                body["step"] = part.step
             body["shard"] = _shard_body(part.shard) if part.shard else None
             body["entries"] = {e.name: _entry_body(e) for e in part.entries}
             body["values"] = part.values
@@ -398,7 +401,8 @@ def decode_part(data: bytes, rank: int, save_id: str, where: str) -> Part | Part
     bad = tuple(str(name) for name in fields.items("nonfinite")) if fields.has("nonfinite") else ()
     union = dict(fields.mapping("union")) if fields.has("union") else {}
     digests, union_digests = _integers(fields, "digests"), _integers(fields, "held")
-    return Part(rank, save_id, shard, entries, fields.any("values"), bad, digests, union, union_digests)
+    step = fields.integer("step") if fields.has("step") else NONE
+    return Part(rank, save_id, shard, entries, fields.any("values"), bad, digests, union, union_digests, step)
 
 
 def _integers(fields: Fields, name: str) -> dict[str, int]:

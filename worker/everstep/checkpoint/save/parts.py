@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from everstep.checkpoint.errors import FormatError, SaveFailed
+from everstep.checkpoint.errors import FormatError, SaveFailed, StateMismatch
 from everstep.checkpoint.flag import Flag
 from everstep.checkpoint.format.chunks import describe
 from everstep.checkpoint.format.layout import part_name, save_folder, shard_name
-from everstep.checkpoint.format.manifest import Entry, Part, PartFailed, Shard, decode_part, encode_part
+from everstep.checkpoint.format.manifest import NONE, Entry, Part, PartFailed, Shard, decode_part, encode_part
 from everstep.checkpoint.format.wire import Json
 from everstep.checkpoint.state.finite import Checked, Nonfinite, nonfinite
 from everstep.storage import Capabilities, NotFound, ObjectStore, Unsynced
@@ -150,7 +150,7 @@ def write_part(store: ObjectStore, staged: Staged) -> Part:
         bad = check.result()
     part = Part(
         staged.rank, staged.save_id, shard, staged.entries, dict(staged.own_values), bad, dict(staged.digests),
-        dict(staged.union), dict(staged.union_digests),
+        dict(staged.union), dict(staged.union_digests), staged.step,
     )  # fmt: skip
     if staged.world_size > 1:
         store.put(part_name(staged.save_id, staged.rank), encode_part(part))
@@ -177,7 +177,7 @@ def give_up_part(store: ObjectStore, save_id: str, rank: int, reason: str) -> No
 
 def gather_parts(store: ObjectStore, staged: Staged, own: Part, timeout: float, stop: Flag) -> list[Part]:
     """Every rank's part in rank order. Raises `SaveFailed` naming the ranks that failed or did not come in
-    `timeout` seconds."""
+    `timeout` seconds, and `StateMismatch` for a rank whose save of this number is of another step."""
     with ThreadPoolExecutor(_READS, thread_name_prefix="everstep-parts") as pool:
         return _gather(store, staged, own, timeout, stop, pool)
 
@@ -193,6 +193,8 @@ def _gather(store: ObjectStore, staged: Staged, own: Part, timeout: float, stop:
         for rank, part in _read_all(store, staged.save_id, wanted, pool):
             match part:
                 case Part():
+                    if part.step not in (NONE, staged.step):
+                        raise _of_another_step(staged, part)
                     parts[rank] = part
                 case PartFailed(_, _, reason):
                     raise SaveFailed(f"step {staged.step}: rank {rank} gave up: {reason}")
@@ -216,6 +218,16 @@ def _gather(store: ObjectStore, staged: Staged, own: Part, timeout: float, stop:
         if stop.wait(pause):
             raise SaveFailed(f"step {staged.step}: closed while waiting for the other ranks")
     return [parts[rank] for rank in range(staged.world_size)]
+
+
+def _of_another_step(staged: Staged, part: Part) -> StateMismatch:
+    """A rank numbers its saves without asking the others. One that leaves out a save is a number behind from then on,
+    and its parts would lie beside those of another step."""
+    return StateMismatch(
+        f"rank {part.rank} saved step {part.step} where rank {staged.rank} saved step {staged.step}: no commit was "
+        "made of the two. One of them left out a save, as by `continue`, a clock or a loss of its own. Call save() for "
+        "the same steps on all ranks: decide by the step, by should_save(), or by a number that all ranks have reduced"
+    )
 
 
 _Read = Part | PartFailed | FormatError | None

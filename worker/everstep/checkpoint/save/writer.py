@@ -191,6 +191,8 @@ class Writer:
         except BaseException as e:  # training goes on after any error, and the caller gets it
             error = e if isinstance(e, CheckpointError) else SaveFailed(f"step {staged.step}: {e}")
             outcome = Failed(staged.step, error)
+            if isinstance(e, StateMismatch):
+                self.refused = e
             self._fails(staged.save_id, e)
             if error is not e:
                 error.__cause__ = e
@@ -235,14 +237,13 @@ class Writer:
             return Written(staged.step)
         parts = gather_parts(self._store, staged, part, self._peer_timeout, self._stop)
         if any(p.digests for p in parts) and (keys := differing([p.digests for p in parts])):
-            self.refused = StateMismatch(
+            raise StateMismatch(
                 f"{', '.join(keys)}: not the same on all {len(parts)} ranks, and a commit has one value for all: step "
                 f"{staged.step} was not saved. If the values should be equal, broadcast them. If each rank has its "
                 "own, give an object whose class sets everstep_per_rank = True (everstep.RngState for random "
                 "generators). If each rank holds other names (experts, pipeline stages), mark the object with "
                 "everstep.Union"
             )
-            raise self.refused
         united = self._united(parts)
         shards, entries = merge_parts(parts)
         own, now = self._own, time.time()
@@ -270,18 +271,14 @@ class Writer:
         return Committed(record.step, record.n, now, size, seconds)
 
     def _united(self, parts: Sequence[Part]) -> dict[str, Json]:
-        """The commit's content from the ranks' unions, by key. Raises `StateMismatch`; then the next save does, too."""
+        """The commit's content from the ranks' unions, by key. Raises `StateMismatch`."""
         by_key: dict[str, list[tuple[int, Any]]] = {}
         for part in parts:
             for key, body in part.union.items():
                 by_key.setdefault(key, []).append((part.rank, body))
-        try:
-            if (problem := unlike([p.union_digests for p in parts])) is not None:
-                raise StateMismatch(problem)
-            return {key: merged(by_key[key], key) for key in sorted(by_key)}
-        except StateMismatch as e:
-            self.refused = e
-            raise
+        if (problem := unlike([p.union_digests for p in parts])) is not None:
+            raise StateMismatch(problem)
+        return {key: merged(by_key[key], key) for key in sorted(by_key)}
 
     def _failed(self, staged: Staged, error: CheckpointError) -> None:
         if isinstance(error, Fenced):
