@@ -121,12 +121,12 @@ def with_local_checkpoints(job: Prepared, overrides: Overrides, folder: Path) ->
     name = secret.get("name") if isinstance(secret, dict) else None
     notes = job.notes
     if overrides.checkpoint is not None:
-        checkpoint["url"] = _url(overrides.checkpoint)
+        checkpoint["url"] = location_url(overrides.checkpoint)
     elif name is not None and name not in overrides.secrets:
         notes += (f"Secret {name} is not here (--secret {name}=FILE gives it): commits go to {folder}",)
-        checkpoint["url"] = _url(str(folder))
+        checkpoint["url"] = location_url(str(folder))
     elif not checkpoint.get("url"):
-        checkpoint["url"] = _url(str(folder))
+        checkpoint["url"] = location_url(str(folder))
     if name is not None and name not in overrides.secrets:
         del checkpoint["secretRef"]
         if overrides.checkpoint is not None:
@@ -151,7 +151,7 @@ def with_local_claims(job: Prepared, folder: Path) -> Prepared:
     return replace(job, notes=(*job.notes, *notes))
 
 
-def _url(location: str) -> str:
+def location_url(location: str) -> str:
     return location if "://" in location else f"file://{quote(str(Path(location).resolve()))}"
 
 

@@ -22,6 +22,7 @@ from everstep.jobs.history import Entry, EventSeen, History, HistoryError, decod
 from everstep.jobs.source import RUNS, JobError, NoSuchJob, Run, RunEnded
 from everstep.jobs.view import EventRow, View, moment
 from everstep_local.run import control
+from everstep_local.run.job_file import location_url
 from everstep_operator.kube.wire import micro_time
 
 STATUS, HISTORY, LOGS, JOB = "status.json", "history.jsonl", "logs", "trainingjob.json"
@@ -346,6 +347,8 @@ class EndedRun:
         """Another run, in a folder beside this one, over the same commits. Its job is a new one."""
         started = _started_by(self.folder)
         present = ((_objects(self.folder).get("trainingjob") or {}).get("spec") or {}).get("checkpoint") or {}
+        if url is not None:
+            url = location_url(url)  # a folder is meant from here, not from where the run was started
         if commits := url or present.get("url"):
             started = replace(started, options=(*started.options, "--checkpoint", commits))
         return _begin(job, started.arguments, _new_folder(self.folder.parent, job), started.directory), 0
