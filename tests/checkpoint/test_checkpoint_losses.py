@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,23 @@ def test_threads_that_save_at_once_save_one_after_the_other(runs: Any) -> None:
     states = [everstep.load(store=store, n=one.n).state for one in found]
     assert sorted(state["number"] for state in states) == list(range(30))
     assert all(set(state["w"].tolist()) == {float(state["number"])} for state in states)
+
+
+@pytest.mark.parametrize("size", [300, 3_000_000])
+def test_state_that_is_trained_while_another_thread_saves_it_is_not_committed(size: int, runs: Any) -> None:
+    store = MemoryStore()
+    run, _ = runs(store).begin()
+    state = {**runs.state(7), "w": torch.zeros(size)}
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run.save, 7, state).result().wait(60)  # the loop waits meanwhile
+        late = pool.submit(run.save, 8, state)
+        while not late.done():
+            state["w"].add_(1)
+    with pytest.raises(everstep.checkpoint.SaveFailed, match="step 8 was not saved: w changed while it was copied"):
+        late.result().wait(60)
+    run.save(9, state)
+    run.close()
+    assert [commit.step for commit in everstep.Checkpointer(store=store).list()] == [9, 7]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])

@@ -34,8 +34,9 @@ from everstep.checkpoint.retention.late_metrics import LateMetrics, all_metrics
 from everstep.checkpoint.retention.pins import saves_of
 from everstep.checkpoint.save import at_exit
 from everstep.checkpoint.save.policy import SavePolicy, Verdict
-from everstep.checkpoint.save.snapshot import Snapshots
+from everstep.checkpoint.save.snapshot import Snapshots, Versions
 from everstep.checkpoint.save.writer import Writer
+from everstep.checkpoint.state.capture import capture
 from everstep.checkpoint.state.finite import Nonfinite
 from everstep.reporting.stop_signal import Preempted, StopSignal
 from everstep.storage import ObjectStore, RetryableError
@@ -188,6 +189,7 @@ class Checkpointer:
         self._stopping: Ranks | None = None  # one of these was asked to stop: the next save is the last one
         self._saving = threading.RLock()  # a handler of signals may save within a save
         self._life = Lifetime(self, self._store.url)
+        self._trainer: int | None = None  # the thread that restored, or saved first
 
     def restore(
         self, state: Mapping[str, Any], *, step: int | None = None, n: int | None = None, strict: bool = True,
@@ -211,6 +213,7 @@ class Checkpointer:
         chosen = Selection.of(strict, include, exclude, rename, cast)
         step, n = named_commit(step, n)
         self._life.check_process()
+        self._trainer = threading.get_ident()
         own, ranks = self._owner.take(restores=True)
         self._snapshots.holders.agree_on_unions(state, ranks)
         record = self._loader.load(
@@ -275,8 +278,14 @@ class Checkpointer:
         In the 1st, 2nd, 4th, 8th, … save the ranks' states are compared. If they differ nothing is committed, and the
         next `save` raises `StateMismatch` on rank 0, with the keys that do.
         """
+        since = None
+        if self._by_session or self._trainer in (None, threading.get_ident()):
+            self._trainer = threading.get_ident()
+        else:
+            # Another save may have to end first, and training may go on meanwhile.
+            since = Versions(capture(state, 0), beside=True)
         with self._saving:
-            handle = self._save(whole_step(step), state, numbers(metrics))
+            handle = self._save(whole_step(step), state, numbers(metrics), since)
         if self._stopping is not None:
             self._end_preempted(handle, self._stopping)
         return handle
@@ -293,7 +302,9 @@ class Checkpointer:
         logger.warning("%s", error)
         raise error
 
-    def _save(self, step: int, state: Mapping[str, Any], metrics: dict[str, float]) -> SaveHandle:
+    def _save(
+        self, step: int, state: Mapping[str, Any], metrics: dict[str, float], since: Versions | None
+    ) -> SaveHandle:
         check_order(step, self._last, self._store.url)
         ready = self._ready_again(step)
         if isinstance(ready, SaveFailed):
@@ -315,7 +326,7 @@ class Checkpointer:
         sequence = self._sequence
         identifier = save_id(self._owner.record.n, self._owner.record.writer, sequence)
         compares = ranks.world_size > 1 and not self._by_session and not self._sequence & (self._sequence - 1)
-        taken = self._snapshots.take(state, ranks, problem, compares=compares)
+        taken = self._snapshots.take(state, ranks, problem, compares=compares, since=since)
         at_exit.saves()
         writer.wait_for_room()
         self._policy.saved(time.monotonic())
@@ -326,7 +337,7 @@ class Checkpointer:
             if self._sequence != sequence:
                 raise SaveFailed(f"step {step} was not saved: meanwhile a handler of signals saved step {self._last}")
             writer.submit(staged, handle)
-        except SaveFailed as e:  # no memory: training goes on, and so do the other ranks
+        except SaveFailed as e:  # no memory, or no whole copy: training goes on, and so do the other ranks
             writer.leave_out(handle, ranks.rank, e, newest=self._sequence == sequence)
         except BaseException as e:  # a signal too, whose handler may end the script
             if writer.newest is not handle:

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import mmap
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from everstep.checkpoint.state.capture import Captured
 from everstep.checkpoint.state.finite import Checked, Nonfinite
 from everstep.checkpoint.state.holders import Holders, Teams
 from everstep.checkpoint.state.sharding import local_of
+from everstep.torch_private.tensors import versions
 
 # --- host memory
 # How much host memory this process may still take, by the machine and by its container.
@@ -321,6 +323,27 @@ def _offset(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset())
 
 
+# --- versions
+# Shows that a state changed while it was copied: another thread trains, or a hook of the script's.
+
+_LAST_CHANGE: Final = 0.05  # seconds; torch counts a change when it ends, and one may be under way
+
+
+class Versions:
+    """How often each tensor of a state has been changed by now. `beside`: in a thread beside that of training."""
+
+    def __init__(self, captured: Captured, *, beside: bool = False) -> None:
+        self._tensors = {name: t for name, t in captured.tensors.items() if not t.is_inference()}  # these count nothing
+        self._versions, self._beside = versions(self._tensors.values()), beside
+
+    def changed(self) -> str | None:
+        """A tensor that has changed since."""
+        if self._beside:
+            time.sleep(_LAST_CHANGE)
+        pairs = zip(self._tensors, self._versions, versions(self._tensors.values()), strict=True)
+        return next((name for name, before, after in pairs if before != after), None)
+
+
 # --- snapshot
 
 
@@ -333,6 +356,7 @@ class Taken:
     tensors: Mapping[str, torch.Tensor]
     digests: Mapping[str, int]
     union_digests: Mapping[str, int]
+    unchanged: Versions
 
 
 class Snapshots:
@@ -344,22 +368,33 @@ class Snapshots:
         self.buffers = Buffers()
         self.holders = Holders()
 
-    def take(self, state: Mapping[str, Any], ranks: Ranks, problem: CheckpointError | None, *, compares: bool) -> Taken:
-        """Take a state apart. Raises `problem`, and as `Holders.capture` does."""
+    def take(
+        self, state: Mapping[str, Any], ranks: Ranks, problem: CheckpointError | None, *, compares: bool,
+        since: Versions | None = None,
+    ) -> Taken:  # fmt: skip
+        """Take a state apart that has not changed `since`. Raises `problem`, and as `Holders.capture` does."""
         captured, teams = self.holders.capture(state, ranks, problem)
         arranged, tensors = self._arranger.arrange(captured, ranks, teams)
+        unchanged = since or Versions(captured)
         if not compares:
-            return Taken(captured, arranged, tensors, {}, {})
-        return Taken(captured, arranged, tensors, digests(state, captured), digests_of_union(state, captured, teams))
+            return Taken(captured, arranged, tensors, {}, {}, unchanged)
+        of_values, of_unions = digests(state, captured), digests_of_union(state, captured, teams)
+        return Taken(captured, arranged, tensors, of_values, of_unions, unchanged)
 
     def copy(self, taken: Taken, ranks: Ranks, handle: SaveHandle, metrics: Mapping[str, float]) -> Staged:
         """Copy it to memory that no save in flight is written from, as the save of `handle`. Raises `SaveFailed` if
-        there is none."""
+        there is none, and if the state has changed meanwhile."""
         staging = self.buffers.take(taken.arranged.plan.size if taken.tensors else 0, handle)
         captured, arranged = taken.captured, taken.arranged
+        data = staging.fill(arranged.plan, taken.tensors) if taken.tensors else None
+        if (changed := taken.unchanged.changed()) is not None:
+            raise SaveFailed(
+                f"step {handle.step} was not saved: {changed} changed while it was copied, and a commit would hold "
+                "another step, or parts of two. Call save() in the thread that trains: it returns as soon as the state "
+                "is copied, and writes in a thread of its own. Or let training wait until the other thread has saved"
+            )
         return Staged(
-            handle.step, handle.save_id, ranks.rank, ranks.world_size,
-            staging.fill(arranged.plan, taken.tensors) if taken.tensors else None, arranged.entries,
+            handle.step, handle.save_id, ranks.rank, ranks.world_size, data, arranged.entries,
             captured.own_values, {k: v for k, v in captured.values.items() if k not in captured.unions},
             arranged.checked, self._nonfinite, taken.digests,
             {k: captured.values[k] for k in sorted(captured.unions)}, taken.union_digests, metrics,
