@@ -103,7 +103,7 @@ def set_sizes(facts: Facts) -> tuple[SetSizes, ...]:
     view, surge = facts.round_view, facts.roster.surge
     if view is None or view.closed is not None:
         return ()
-    sizes = view.sizes if facts.job.spec.suspend else sizing.present(facts.job.spec, facts.places)
+    sizes = view.sizes if facts.job.spec.suspend else sizing.present(facts.job.spec, facts.admissible)
     if sizes is None or (view.sizes, view.surge) == (sizes, surge):
         return ()
     why = "none were set before" if view.sizes is None else f"in place of {view.sizes}"
@@ -118,9 +118,8 @@ def soonest(facts: Facts, *requeues: Requeue | None) -> Requeue | None:
     candidates = [requeue for requeue in requeues if requeue is not None]
     if (due := completion.deadline(facts.snapshot)) is not None:
         candidates.append(Requeue(due - facts.snapshot.now, "activeDeadlineSeconds"))
-    candidates += [
-        Requeue(at - facts.snapshot.now, "a node has to stay ready") for at in facts.held.values() if at is not None
-    ]
+    steady = [at for at in facts.postponed.values() if at is not None]
+    candidates += [Requeue(at - facts.snapshot.now, "a node has to stay ready") for at in steady]
     for pod in facts.current.values():
         if (left := node_loss.until_lost(facts.snapshot, pod)) is not None:
             state = "ready" if pod.node in facts.snapshot.nodes else "seen"

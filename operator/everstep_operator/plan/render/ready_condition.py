@@ -13,7 +13,7 @@ from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import waits
 from everstep_operator.plan.render.job_status import Quorum, Verdict
 from everstep_operator.plan.render.waits import START_PATIENCE, OlderPods, blocked, older_pods, waited
-from everstep_operator.plan.state import losses, lost_nodes
+from everstep_operator.plan.state import losses, lost_nodes, sizing
 from everstep_operator.plan.state.facts import Facts
 
 # A pod without a node for longer than this is reported as a lack of capacity. Autoscalers need about this long.
@@ -67,7 +67,8 @@ def _with_quorum(facts: Facts, why: str | None, obstacle: str | None) -> Verdict
         # A Service or a disruption budget cannot be made, or a node holds a pod that was replaced.
         beside = obstacle if facts.snapshot.name_collisions or facts.snapshot.object_refused else None
         stays = beside or waits.not_ending(facts)
-        message = f"{training}/{wanted} ready{_succeeded(facts)}{_spares(facts, why)}{_moves(facts, why)}"
+        counted = f"{training}/{wanted} ready{_below_replicas(facts)}"
+        message = f"{counted}{_succeeded(facts)}{_spares(facts, why)}{_moves(facts, why)}"
         return Verdict(ReadyReason.RUNNING, message, stays, quorum)
     message = f"{training}/{wanted} train{_succeeded(facts)}{_at_least(facts)}{_because(facts, why)}"
     changes = before in _BY_EDIT and why is None
@@ -116,6 +117,14 @@ def _reason_before(facts: Facts) -> str | None:
 
 def _succeeded(facts: Facts) -> str:
     return f", {len(facts.succeeded)} succeeded" if facts.succeeded else ""
+
+
+def _below_replicas(facts: Facts) -> str:
+    """Says why fewer workers train than `replicas` asks for: only some sizes are allowed."""
+    spec = facts.job.spec
+    if spec.suspend or not facts.roster.wanted == sizing.wanted(spec) < spec.replicas:
+        return ""
+    return f", the largest allowed size up to replicas ({spec.replicas})"
 
 
 def _spares(facts: Facts, why: str | None) -> str:
@@ -167,7 +176,7 @@ def _starting_anew(facts: Facts) -> str:
 
 
 def _because(facts: Facts, why: str | None) -> str:
-    reason = why or _backs_off(facts) or _held(facts)
+    reason = why or _backs_off(facts) or _postponed(facts)
     if not reason and (older := _outlived(facts)) is not None:
         reason = _awaits(older)
     return f": {reason}" if reason else ""
@@ -182,17 +191,17 @@ def _backs_off(facts: Facts) -> str | None:
     return f"no worker is created before {start:%H:%M:%S} UTC, after failures (back-off)"
 
 
-def _held(facts: Facts) -> str | None:
+def _postponed(facts: Facts) -> str | None:
     """Says which workers have no place in the round yet because of their node, and until when."""
-    held = {index: at for index, at in facts.held.items() if at is not None}
-    if not held:
+    waiting = {index: at for index, at in facts.postponed.items() if at is not None}
+    if not waiting:
         return None
-    index, at = next(iter(held.items()))
+    index, at = next(iter(waiting.items()))
     node = facts.current[index].node or ""
     lost = lost_nodes.find(facts.snapshot, node)
     often = "" if lost is None or lost.times < 2 else f" {lost.times} times"
-    waits = "waits" if len(held) == 1 else "wait"
-    return f"{list_of_workers(held)} {waits} until {at:%H:%M:%S} UTC, because node {node} was lost{often}"
+    waits = "waits" if len(waiting) == 1 else "wait"
+    return f"{list_of_workers(waiting)} {waits} until {at:%H:%M:%S} UTC, because node {node} was lost{often}"
 
 
 def _overstayed(facts: Facts) -> str | None:

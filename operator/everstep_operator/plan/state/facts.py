@@ -78,24 +78,24 @@ class Facts:
         return () if view is None else tuple(sorted(self.spares.intersection(view.joining)))
 
     @property
-    def held(self) -> Mapping[int, datetime | None]:
+    def postponed(self) -> Mapping[int, datetime | None]:
         """The workers that get no place in a standing round before their nodes have been ready for a while, and until
         when; None: it has no node yet, and may come to one that was lost. A job of a fixed size needs all."""
         elastic = self.job.spec.elastic is not None and self.round_view is not None and self.world.has_quorum
         if not elastic or not lost_nodes.remembered(self.snapshot):
             return {}
-        found: dict[int, datetime | None] = {}
+        until: dict[int, datetime | None] = {}
         for index in sorted(self.roster.workers.keys() - self.world.members):
             pod = self.current.get(index)
             at = lost_nodes.steady_at(self.snapshot, pod.node) if pod is not None and pod.node is not None else None
             if at is not None or pod is None or pod.node is None:
-                found[index] = at
-        return found
+                until[index] = at
+        return until
 
     @property
-    def places(self) -> int:
+    def admissible(self) -> int:
         """How many workers may be in the round now."""
-        return len(self.roster.workers) - len(self.held) if self.held else self.wanted
+        return len(self.roster.workers) - len(self.postponed) if self.postponed else self.wanted
 
     @property
     def surge(self) -> int:

@@ -27,12 +27,12 @@ def spares(spec: TrainingJobSpec) -> int:
     return 0 if spec.suspend or spec.elastic is None else spec.elastic.spares
 
 
-def present(spec: TrainingJobSpec, places: int) -> Sizes:
-    """The sizes that a round may have now, if there are places for so many workers. None exceeds the wanted size:
+def present(spec: TrainingJobSpec, admissible: int) -> Sizes:
+    """The sizes that a round may have now, if so many workers may be in it. None exceeds the wanted size:
     agents would wait for workers that are never created.
 
     The round store gives these to the agents, because running agents were started with the sizes of an older spec.
     """
     all_ = bounds(spec)
-    most = all_.largest(min(spec.replicas, max(places, all_.minimum)))
+    most = all_.largest(min(spec.replicas, max(admissible, all_.minimum)))
     return Sizes(all_.minimum, most, tuple(size for size in all_.allowed if size <= most))

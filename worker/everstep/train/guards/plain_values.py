@@ -479,7 +479,8 @@ def differences(theirs: Values, mine: Values, leave_out: Callable[[str], bool] =
 
 def remedy(differing: list[str]) -> str:
     """What to do about `differences`."""
-    tensors = [name for name, found, _ in (one.partition(" (tensor of") for one in differing) if found]
+    parts = (line.partition(" (tensor of") for line in differing)
+    tensors = [name for name, tensor, _ in parts if tensor]
     return f"{TRACK}. {of_tensors(tensors)}" if tensors else TRACK
 
 
