@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from everstep.checkpoint.retention.catalog import Catalog
 from everstep.checkpoint.state.capture import apply
 from everstep.recovery.errors import LoopError
+from everstep.storage import open_store
 from everstep.train.guards.replicas import Replicas
 from everstep.train.guards.untracked.covered import Covered
 from everstep.train.once import KEY, Onces
@@ -27,7 +29,7 @@ class Averaged:
         self.modules_buffers = list(module.buffers())
 
 
-def test_averaged_parameters_that_differ_are_refused_after_the_last_step_at_the_latest() -> None:
+def test_averaged_parameters_that_differ_are_refused_before_a_save_and_after_the_last_step() -> None:
     one = torch.nn.Linear(2, 1)
     other = copy.deepcopy(one)
     told: list[int] = []
@@ -45,6 +47,9 @@ def test_averaged_parameters_that_differ_are_refused_after_the_last_step_at_the_
         other.weight.add_(1)
     first.completed(2, say)
     second.completed(2, lambda number: number == told[-1])  # the third step is not compared
+    first.before_save(2, say)
+    with pytest.raises(LoopError, match=r"parameters, model\.weight among"):
+        second.before_save(2, lambda number: number == told[-1])
     first.completed(2, say, last=True)
     with pytest.raises(LoopError, match=r"parameters, model\.weight among .* gradients.*run\.track\(kept=kept\)"):
         second.completed(2, lambda number: number == told[-1], last=True)
@@ -118,3 +123,20 @@ def test_plateau_that_is_given_each_ranks_own_loss_is_refused_by_its_name(fed: s
     )
     assert re.search(said, done.stderr), done.stderr
     assert "dist.all_reduce(loss); loss /= dist.get_world_size()" in done.stderr
+
+
+@pytest.mark.long_but("everstep.agent.main")
+@pytest.mark.parametrize("launcher", ["everstep.agent.main", "torch.distributed.run"])
+def test_ranks_that_drift_apart_late_make_no_commit(launcher: str, tmp_path: Path) -> None:
+    # They compare after the 8th and 16th step, and a save comes in between.
+    script = tmp_path / "train.py"
+    saving = PLATEAU.replace("start(None)", f"start({str(tmp_path / 'c')!r}, every_steps=4)")
+    late = saving.replace("until=8", "until=15")
+    script.write_text(late.replace("plateau.step(loss)", "plateau.step(loss) if step.number > 8 else None"))
+    done = subprocess.run(
+        [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node=2", str(script), "its own"],
+        capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"after step 12 of this world its 2 ranks hold different parameters, model\.\S+", done.stderr)
+    assert [commit.step for commit in Catalog(open_store(str(tmp_path / "c"))).list()] == [8, 4]

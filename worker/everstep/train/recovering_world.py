@@ -67,6 +67,7 @@ class RecoveringWorld(Checked):
             self._state, alive, self._untracked_check.is_untracked, shape=self._resharding.shape,
             frees=self._untracked_check.takes_names,
         )  # fmt: skip
+        self._compare_before_save(lambda: self._recovery.members.world_size)
         self._scales = Scales(self._state, self._resharding.shape.model_size)
         GradientReduction(self._state, self._reducers, self._untracked_check, lasts=False)
         self._reducers.learn()  # from a backward pass that the script made before

@@ -122,6 +122,11 @@ class Checked:
             self._feed.completed(size, coordinator.same, coordinator.gather)
         self._untracked_check.completed(size, coordinator.same)
 
+    def _compare_before_save(self, size: Callable[[], int]) -> None:
+        """Let the ranks of this world, of which there are `size`, compare before each save."""
+        coordinator = self._coordinator
+        coordinator.compare_by(lambda: self._replicas.before_save(size(), coordinator.same, coordinator.gather))
+
     def _weighted(self) -> None:
         """A step has ended well on this rank: see that its losses were weighted."""
         if self._feed is not None and (gradients := self._present_gradients()) is not None and gradients.entered:
@@ -161,6 +166,7 @@ class FixedWorld(Checked):
         checks.check_replicas(self._reducers.alive(), model_size, lambda group: _is_across(group, model_size))
         alive, is_free = self._reducers.alive(), self._untracked_check.is_untracked
         self._replicas = Replicas(self._state, alive, is_free, kept=kept, shape=self._shape)
+        self._compare_before_save(lambda: self._size)
         self._scales = Scales(self._state, model_size if self._size > 1 else 1)
         if self._size > 1:
             GradientReduction(self._state, self._reducers, self._untracked_check, lasts=True)

@@ -57,7 +57,9 @@ class RankChecks:
         made = {key: _inner(target) for key, target in state.items()}
         made = {key: target for key, target in made.items() if target is not None}
         reducers = Reducers(made)
-        self._replicas = Replicas(made, reducers.alive(), kept=self._coordinator.saves, frees=False)
+        self._replicas = replicas = Replicas(made, reducers.alive(), kept=self._coordinator.saves, frees=False)
+        same, gather = self._coordinator.same, self._coordinator.gather
+        self._coordinator.compare_by(lambda: replicas.before_save(self._size, same, gather))
         GradientReduction(made, reducers, self, lasts=True)
         if loader is not None:
             coordinator, self._feed = self._coordinator, Feed({"": loader}, lambda batches: batches[0])

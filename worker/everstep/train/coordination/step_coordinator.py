@@ -62,6 +62,7 @@ class StepCoordinator:
         self._agreement = StepAgreement(None)
         self._rank = 0
         self._check: Callable[[], None] = _nothing
+        self._compare: Callable[[], None] = _nothing
         # The state as a commit names it.
         self.named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda state: state
         self.model_size = 1  # places in a replica, each with its own optimizers
@@ -103,6 +104,10 @@ class StepCoordinator:
     def check_by(self, check: Callable[[], None]) -> None:
         """Call this function while waiting for a save. It raises if a rank of the save is gone."""
         self._check = check
+
+    def compare_by(self, compare: Callable[[], None]) -> None:
+        """Call this function before each save. It raises if the ranks' states differ. Collective."""
+        self._compare = compare
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str) -> None:
         """The world has changed. Agreements of the old world, and a save in flight, are given up."""
@@ -290,6 +295,7 @@ class StepCoordinator:
     def _begin_save(self, schedule: SaveSchedule) -> None:
         if self._structure is not None:
             self._structure.check(self.step)
+        self._compare()
         schedule.save(self.step, self._as_saved(self._state), self._metrics.of_step() if self._rank == 0 else None)
 
     def _as_saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,14 +1,15 @@
 """Refuses a loop whose ranks train apart: unaveraged gradients raise no error, and each rank drifts away. Also refuses
 a loop whose ranks have their own buffers or tracked values, which are lost with their process.
 
-The ranks compare the bytes of their parameters after the 1st, 2nd, 4th, 8th, … step of a world, and after the last.
-They compare again because a learning rate that begins at zero, or a gradient scaler that skips its first steps, hides a
-drift for a while. A loop that averages its gradients itself stays equal, and passes. If `DistributedDataParallel` has
-averaged the gradients, a drift comes from something else that differs between ranks, such as a counter that starts
-again in a new process. Parts made by `fully_shard` or FSDP are each rank's own, and are not compared. Buffers that DDP
-does not broadcast are compared too, and so are tracked values and objects that may differ (a replay buffer, a rank's
-own first loss): after a restart all ranks get those of rank 0. This module knows no process group: its caller says how
-ranks compare a number. Invariant: ranks compare at the same steps, and raise together.
+The ranks compare the bytes of their parameters after the 1st, 2nd, 4th, 8th, … step of a world, after the last, and
+before each save, so that no commit is made of ranks that differ. They compare again because a learning rate that begins
+at zero, or a gradient scaler that skips its first steps, hides a drift for a while. A loop that averages its gradients
+itself stays equal, and passes. If `DistributedDataParallel` has averaged the gradients, a drift comes from something
+else that differs between ranks, such as a counter that starts again in a new process. Parts made by `fully_shard` or
+FSDP are each rank's own, and are not compared. Buffers that DDP does not broadcast are compared too, and so are tracked
+values and objects that may differ (a replay buffer, a rank's own first loss): after a restart all ranks get those of
+rank 0. This module knows no process group: its caller says how ranks compare a number. Invariant: ranks compare at the
+same steps, and raise together.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ class Replicas:
         self._schedules = {key: target for key, target in state.items() if isinstance(target, LRScheduler)}
         self._names = _names(state)
         self._is_free = is_free
-        self._steps = 0
+        self._steps, self._compared = 0, -1  # steps of this world: all, and those after which ranks compared last
 
     def moved(self) -> None:
         """Tell of a new world, whose members begin with equal parameters."""
-        self._steps = 0
+        self._steps, self._compared = 0, -1
 
     def completed(
         self, world_size: int, same: Callable[[int], bool], gather: Gather | None = None, *, last: bool = False
@@ -92,12 +93,19 @@ class Replicas:
         """Compare after a step that is complete on all ranks. `same`: whether all ranks have this number of 63 bits.
         `gather`: the number of each rank. Both are collective. `last`: no step follows. Raises `LoopError` if the
         ranks' parameters differ."""
+        self._steps += 1
+        if last or not self._steps & (self._steps - 1):
+            self._compare(world_size, same, gather)
+
+    def before_save(self, world_size: int, same: Callable[[int], bool], gather: Gather | None = None) -> None:
+        """Compare as `completed` does, unless the ranks have compared after the newest step. Collective."""
+        if self._compared != self._steps:
+            self._compare(world_size, same, gather)
+
+    def _compare(self, world_size: int, same: Callable[[int], bool], gather: Gather | None) -> None:
         size = self._shape.model_size  # places hold different things, so all of them compare
         has_any = self._own or self._averaged or self._apart or self._values or self._cut or size > 1
         if not has_any or world_size == 1:
-            return
-        self._steps += 1
-        if self._steps & (self._steps - 1) and not last:
             return
         of_all = same
         if size > 1 and gather is not None:
@@ -108,6 +116,7 @@ class Replicas:
         if self._shape.readers > size and gather is not None:
             self._compare_shards(gather)
         if same(_digest(p for _, p in [*self._own, *self._averaged])):
+            self._compared = self._steps
             return
         differing = self._first_of([*self._own, *self._averaged], same)
         if any(not ddp.require_backward_grad_sync for ddp in self._parallel):
