@@ -58,6 +58,18 @@ with everstep.start(None) as run:
         run = None
 """
 
+TRIES_AGAIN = """
+with everstep.start(None) as run:
+    run.track(model=model, optimizer=optimizer)
+    for attempt in range(100):
+        try:
+            for step in run.steps(until=3):
+                with step:
+                    raise ValueError("bad batch")
+        except Exception as e:
+            print('caught', type(e).__name__, e)
+"""
+
 
 def ends(folder: Path, script: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, object]]]:
     log = folder / "termination-log"
@@ -80,6 +92,15 @@ def test_process_whose_script_has_caught_the_refusal_fails_with_its_sentence(scr
     assert "refused_after" in record
     (said,) = (line for line in done.stderr.splitlines() if "everstep: refused: " in line)
     assert str(record["error"]).partition(": ")[2][:40] in said
+
+
+def test_loop_that_catches_its_error_and_asks_again_ends_with_that_error_named(tmp_path: Path) -> None:
+    done, (record, *_) = ends(tmp_path, TRIES_AGAIN)
+    assert done.returncode == 1, done.stderr
+    caught = [line for line in done.stdout.splitlines() if line.startswith("caught")]
+    assert [line.split()[1] for line in caught] == ["ValueError", "LoopError", "LoopError"]
+    assert "ended in step 0 by an error that the script has caught: ValueError: bad batch" in str(record["error"])
+    assert "Take the `try` around the loop away" in done.stderr
 
 
 @pytest.mark.long

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from everstep.checkpoint import RngState
-from everstep.contract import exit_codes, refusal
+from everstep.contract import exit_codes, refusal, refusal_output, termination
 from everstep.contract.stamp import Stamp
 from everstep.data.plan.assignment import World as DataWorld
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers
@@ -51,6 +51,8 @@ from everstep.train.worlds import RESERVED, FixedWorld, World
 
 log = logging.getLogger("everstep.train")
 
+MOST_FURTHER_LOOPS = 3  # that are refused by an error, which a script may catch; then the process ends
+
 
 class Loops:
     """The loops of `Run`; `session` adds the methods that a script calls before it begins."""
@@ -83,7 +85,7 @@ class Loops:
         )  # fmt: skip
         self._mesh: Any = None
         self._requested_shape = self._shape = Shape()  # of the mesh: as the script said, and as it is in this process
-        self._loop = False
+        self._loop, self._further_loops = False, 0  # whether there was one, and how often the script asked for another
         self._resharding = Resharding(process.most if recovery is not None else None)
         self._unmanaged = UnmanagedLoaders(worlds_change=recovery is not None)
         self._goal = 0  # steps
@@ -215,9 +217,7 @@ class Loops:
     ) -> Iterator[tuple[World, NestedLoops]]:
         """Join the world; leave it whatever happens."""
         if self._loop:
-            raise LoopError("steps() was called before in this run; one loop over all steps is what can be resumed. "
-                            "For a loop over epochs with a loop over steps in it: `for epoch in run.epochs(loader, 10)"
-                            ":`, and in it `for step in run.steps():`")  # fmt: skip
+            self._refuse_further_loop()
         self._ask(calls_before_steps.loop(loader, until, epochs, nested=nested), sys._getframe(1))
         with refused_end.remembered():
             feed, world = self._join_world(loader, nested)
@@ -241,6 +241,32 @@ class Loops:
             self._resharding.end()
             self._untracked_check.close()
             self._coordinator.leave()
+
+    def _refuse_further_loop(self) -> NoReturn:
+        """The script asks for a loop again. One that catches that too, in a loop of its own, would ask for ever."""
+        self._further_loops += 1
+        error = self._ended_by or (self._taken.error if self._taken is not None else None)
+        if error is None:
+            refused = LoopError(
+                "steps() was called before in this run; one loop over all steps is what can be resumed. For a loop "
+                "over epochs with a loop over steps in it: `for epoch in run.epochs(loader, 10):`, and in it `for step "
+                "in run.steps():`"
+            )
+        else:
+            refused = LoopError(
+                f"steps() is called again, after the loop was ended in step {self.step} by an error that the script "
+                f"has caught: {type(error).__name__}: {error}. A run has one loop, and what a step that raises has "
+                "changed is not whole. Take the `try` around the loop away: the launcher starts the process again, "
+                "from the last commit. To leave a bad batch out, test for it inside the block, and decide on all ranks "
+                "alike",
+                certain=refusal.find(error) is not None,
+            )
+            refused.__cause__ = error
+        if self._further_loops == MOST_FURTHER_LOOPS:
+            termination.write_error(refused)
+            refusal_output.show(refused)
+            raise SystemExit(1) from refused
+        raise refused
 
     def _begin_step(self, world: World) -> Step:
         rank = world.step_begins()
