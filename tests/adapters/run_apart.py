@@ -83,7 +83,7 @@ class Net(torch.nn.Module):
 
     def disturb(self, step: int) -> None:
         """Before step `step`."""
-        if WAY == "drift" and RANK == 1 and step == 1:
+        if WAY == "drift" and torch.distributed.get_rank() == 1 and step == 1:
             with torch.no_grad():
                 self.head.weight += 1e-3
         if WAY == "thaw" and step == 2:
@@ -96,7 +96,7 @@ class Net(torch.nn.Module):
             while commits(FOLDER) != [2] and time.monotonic() < end:  # it is written in the background
                 time.sleep(0.01)
             prune.l1_unstructured(self.head, "weight", 0.5)
-        if WAY == "replaced" and RANK == 1 and step == 2 and not KILLED.exists():
+        if WAY == "replaced" and torch.distributed.get_rank() == 1 and step == 2 and not KILLED.exists():
             KILLED.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
