@@ -2,8 +2,12 @@
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
+import everstep
 from everstep.checkpoint import Fenced
 from everstep.storage import MemoryStore
 from everstep.storage.faults import FaultStore
@@ -51,3 +55,17 @@ def test_restore_that_a_newer_run_overtakes_at_any_call_ends_as_fenced_and_blame
             break
     assert fenced > 0
     assert runs(begun).restored() == 3
+
+
+def test_run_overtaken_by_a_newer_checkpointer_of_its_process_is_told_how_to_read_a_commit(tmp_path: Path) -> None:
+    url, state = str(tmp_path / "commits"), {"a": 1}
+    first = everstep.Checkpointer(url)
+    first.restore(state)
+    second = everstep.Checkpointer(url)
+    second.restore({"a": 0})
+    first.save(1, state)
+    with pytest.raises(Fenced, match=r"a newer Checkpointer of this process, .* call everstep\.load\(url\)"):
+        first.close()
+    second.save(2, state)
+    second.close()
+    assert everstep.load(url).step == 2

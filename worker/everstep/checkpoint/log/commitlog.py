@@ -48,6 +48,13 @@ from everstep.storage import AlreadyExists, NotFound, ObjectStore, StorageError,
 
 logger = logging.getLogger("everstep.checkpoint")
 
+# The writers that took a log in this process: one that finds itself overtaken can say that no other run did it.
+_OF_THIS_PROCESS: Final = set[str]()
+_BY_ITSELF: Final = (
+    ". That was a newer Checkpointer of this process, which took the log by its restore(). To only read a commit, call "
+    "everstep.load(url); to save beside this one, give the other Checkpointer a URL of its own"
+)
+
 _KIND_BYTES: Final = 256  # the kind is the third field of a record
 
 
@@ -273,6 +280,7 @@ class CommitLog:
                     match self._create(head, record):
                         case Done(done):
                             assert isinstance(done, OpenRecord)
+                            _OF_THIS_PROCESS.add(done.writer)
                             self._copies.sweep(done)
                             return done
                         case Refuse(reason):
@@ -291,22 +299,25 @@ class CommitLog:
         for _ in range(MAX_CONFLICTS):
             decision = log.decide_commit(head, own, draft)
             match decision:
-                case Refuse(reason):
-                    raise Fenced(f"{self._store.url}: {reason}")
+                case Refuse():
+                    raise self._overtaken(decision)
                 case Unknown(reason):
                     raise SaveFailed(f"{self._store.url}: {reason}")
                 case Append(record):
-                    match self._create(head, record):
+                    match outcome := self._create(head, record):
                         case Done(done):
                             assert isinstance(done, CommitRecord)
                             return log.advance(head, done), done
-                        case Refuse(reason):
-                            raise Fenced(f"{self._store.url}: {reason}")
+                        case Refuse():
+                            raise self._overtaken(outcome)
                         case Again(moved):
                             head = moved
                 case _:
                     assert_never(decision)
         raise SaveFailed(f"{self._store.url}: {MAX_CONFLICTS} conflicts in a row at the end of the log")
+
+    def _overtaken(self, by: Refuse) -> Fenced:
+        return Fenced(f"{self._store.url}: {by.reason}{_BY_ITSELF if by.writer in _OF_THIS_PROCESS else ''}")
 
     def check_own(self, own: OpenRecord) -> None:
         """See that this is still the log that `own` has opened: a folder may be emptied, replaced, or unmounted.

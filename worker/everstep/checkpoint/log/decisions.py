@@ -86,6 +86,7 @@ class Refuse:
     """Never try again: the log has another owner."""
 
     reason: str
+    writer: str = ""  # of the newer record, if it is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,4 +265,5 @@ def same(attempted: Record, existing: Record | Unreadable) -> bool:
 def fenced_by(newer: OpenRecord) -> Refuse:
     """The refusal that a newer open record means."""
     job = f" of job {newer.job_uid}" if newer.job_uid else ""
-    return Refuse(f"record {newer.n}: writer {newer.writer}{job}, round {newer.round}, opened the log at {newer.at}")
+    opened = f"record {newer.n}: writer {newer.writer}{job}, round {newer.round}, opened the log at {newer.at}"
+    return Refuse(opened, newer.writer)
