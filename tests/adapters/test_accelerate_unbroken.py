@@ -20,7 +20,8 @@ PRELOAD = "accelerate,accelerate.data_loader,everstep.train.adapters.accelerate"
 
 OF_STEP = (
     "everstep: 3 processes x 2 samples x 2 batches = 12 samples a step: batch_size=2 is that of one process, as under"
-    " torchrun. To train with 4 samples a step, write DataLoader(…, batch_size=2 // accelerator.num_processes)"
+    " torchrun. A prepared schedule moves 3 times a step. For another batch docs/how-to-restructure.md has the form"
+    ' under "The number of processes with Accelerate"'
 )
 
 

@@ -60,8 +60,8 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         ("FieldValueInvalid", "spec.checkpoint.everySteps"),
     ),
     "rule_with_arithmetic": (
-        {"replicas": 3, "elastic": {**ELASTIC, "groupSize": 2}},
-        ("FieldValueInvalid", "spec.replicas"),
+        {"replicas": 4, "elastic": {**ELASTIC, "minReplicas": 3, "groupSize": 2}},
+        ("FieldValueInvalid", "spec.elastic.minReplicas"),
     ),
     "host_name": ({"template.spec.hostname": "a"}, ("FieldValueInvalid", "spec.template.spec.hostname")),
     "subdomain": ({"template.spec.subdomain": "a"}, ("FieldValueInvalid", "spec.template.spec.subdomain")),

@@ -51,7 +51,10 @@ class TakenOver(ElasticLoader):
     ) -> None:
         sampler, self.batch_size, drop_last = _batches(loader)
         self.batches = batches
-        self.batch_option = f"run.loader(dataset, global_batch={self.batch_size})"  # what keeps it in a larger world
+        # What keeps the batch in a larger world.
+        self.batch_advice = (
+            f"To train with {self.batch_size} samples a step, write run.loader(dataset, global_batch={self.batch_size})"
+        )
         order = _order(loader, sampler, frozenset({world.size}) if sizes is None else sizes)
         super().__init__(
             loader.dataset,

@@ -148,10 +148,10 @@ class Run:
         if elastic is not None:
             self._rng.apply()  # this loader draws no random numbers
         elif not coordinator.step and accelerator.is_main_process and not accelerator.split_batches:
-            batch_size = self._data.batch_size
+            processes = accelerator.num_processes
             say_global_batch(
-                accelerator.num_processes, batch_size, accelerator.gradient_accumulation_steps,
-                accelerated.batch_option(batch_size),
+                processes, self._data.batch_size, accelerator.gradient_accumulation_steps,
+                accelerated.batch_advice(processes),
             )  # fmt: skip
         coordinator.watch()
 

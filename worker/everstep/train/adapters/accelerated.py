@@ -123,9 +123,13 @@ class StepNumber(int):
         self._call(**metrics)
 
 
-def batch_option(batch_size: int) -> str:
-    """What a script writes so that a step has as many samples as one process's DataLoader has now."""
-    return f"DataLoader(…, batch_size={batch_size} // accelerator.num_processes)"
+def batch_advice(processes: int) -> str:
+    """How a script that keeps its DataLoader has another batch. A formula alone would be wrong: the batch may not be
+    divisible, and the schedule has to follow."""
+    return (
+        f"A prepared schedule moves {processes} times a step. For another batch docs/how-to-restructure.md has the "
+        'form under "The number of processes with Accelerate"'
+    )
 
 
 def count_whole_job(kind: type, name: str) -> None:

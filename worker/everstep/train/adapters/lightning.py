@@ -25,7 +25,6 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.state.switches import SWITCHES, Switches
 from everstep.train import refused_end
 from everstep.train.adapters import missing
-from everstep.train.adapters.fitting import Logged
 from everstep.train.adapters.late import Late, LateRng, RngAt
 from everstep.train.adapters.rank_checks import RankChecks, divides
 from everstep.train.adapters.script_state import CallbackWeights, ScriptAttributes
@@ -42,6 +41,7 @@ from torch.utils.data import DistributedSampler
 from everstep.torch_private import lightning as private
 from everstep.torch_private import names
 from everstep.train.adapters import epochs, fitting
+from everstep.train.adapters.fitting import Logged
 
 names.check("lightning")
 

@@ -102,7 +102,7 @@ class Prepared:
         if self._scales:
             self._loader = self._session.taken(_base(loader), self._micros, compare_samples=compare_samples)
             self._loader.samples_option = "start(accelerator, …, compare_samples=False)"
-            self._loader.batch_option = accelerated.batch_option(self._loader.batch_size)
+            self._loader.batch_advice = accelerated.batch_advice(self._loader.processes)
         if not self._scales and self._micros > 1:
             raise LoopError(
                 f"gradient_accumulation_steps={self._micros} with an ElasticLoader, which makes micro-batches itself: "

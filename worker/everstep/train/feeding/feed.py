@@ -189,7 +189,7 @@ class Feed:
         """Say of each DataLoader how many samples a step has. Rank 0 calls it when the run begins."""
         for loader in self._loaders.values():
             if isinstance(loader, TakenOver):
-                say_global_batch(loader.processes, loader.batch_size, loader.batches, loader.batch_option)
+                say_global_batch(loader.processes, loader.batch_size, loader.batches, loader.batch_advice)
 
     def is_of(self, argument: Any) -> bool:
         """Whether this object was passed to `steps`."""
@@ -246,17 +246,16 @@ class Feed:
             loader.load_state_dict(saved[name])
 
 
-def say_global_batch(processes: int, batch_size: int, batches: int, option: str) -> None:
+def say_global_batch(processes: int, batch_size: int, batches: int, advice: str) -> None:
     """Write one line about a step in which each of several processes takes `batches` batches of a DataLoader. torchrun
     trains so too, so it is no warning. But it surprises who kept his loader, so it goes to stderr where nothing shows
-    it. `option`: what keeps the batch of one process."""
+    it. `advice`: how another batch is had."""
     if processes == 1:
         return
     several = f" x {batches} batches" if batches > 1 else ""
     text = (
         f"{processes} processes x {batch_size} samples{several} = {processes * batch_size * batches} samples a step:"
-        f" batch_size={batch_size} is that of one process, as under torchrun. To train with {batch_size * batches}"
-        f" samples a step, write {option}"
+        f" batch_size={batch_size} is that of one process, as under torchrun. {advice}"
     )
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info("%s", text)
