@@ -131,14 +131,14 @@ class Watch:
                 if step.phase is steps.Phase.DONE:
                     watch.tracked = {name: value for name, value in run._state.items() if name not in RESERVED}
                     watch.note(run.step - watch.base, run._rank, sys._getframe(1))
-                if run.step >= watch.base + watch.limit and until is None:
+                if until is None and watch.ends(run):
                     return
 
         def over_epochs(run: session.Run, loader: Any, epochs: int) -> Iterator[int]:
             watch.run = run
             for epoch in loop_over_epochs(run, loader, epochs):
                 yield epoch
-                if run.step >= watch.base + watch.limit:
+                if watch.ends(run):
                     return
 
         # The session reads the text of the loop that asks for a step: the script's, and not this one.
@@ -151,6 +151,14 @@ class Watch:
             (rehearsed, "look_up", lambda _: None),  # what is proved anew is not left out
             (opening, "compare_url", lambda *_: None),  # each URL is replaced here
         )  # fmt: skip
+
+    def ends(self, run: session.Run) -> bool:
+        """Whether the rehearsal has enough steps. They are then all that the run has: a process that is lost between
+        here and the run's end is replaced as behind the last step, and not as in a loop that was left early."""
+        if run.step < self.base + self.limit:
+            return False
+        run._goal = run.step
+        return True
 
     def _wrap_step(self) -> None:
         enter, leave, take = steps.Step.__enter__, steps.Step.__exit__, steps.Step._take

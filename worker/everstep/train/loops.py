@@ -441,6 +441,8 @@ class Loops:
                 if self.step < self._goal:
                     world.all_leave()
                 done = world.finish()
+                while not done and self.step >= self._goal:  # the new member has no step left either, and comes here
+                    done = world.finish()
         except RuntimeError as e:
             if not world.step_lost(e):
                 raise
