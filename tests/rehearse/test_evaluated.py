@@ -63,3 +63,53 @@ def test_metric_that_counts_twice_what_a_lost_evaluation_has_added_is_found(begi
         assert "rank 0 printed 'evaluated 32', and 'evaluated 24' in the calm run" in found["stdout"]
     else:
         assert found == {}, "and the lines of the lost evaluation count once"
+
+
+EPOCHS = """
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+run = everstep.start("commits", every_steps=100)
+model = DDP(torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+run.track(model=model, optimizer=optimizer)
+loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=12, shuffle=True)
+
+
+def learn(data, target):
+    run.scale(mse_loss(model(data), target)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+for _ in LOOP:
+    run.train(lambda batch: learn(*batch.data))
+    run.evaluate(model.eval)
+run.close()
+print("all steps are done")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "zip(run.epochs(loader, 50), range(50))",  # the rehearsal ends the run
+        "zip(range(3), run.epochs(loader, 3))",  # `zip` does not ask for a fourth epoch
+    ],
+)
+def test_rank_that_is_lost_behind_the_last_evaluation_leaves_a_run_that_ends(loop: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(EPOCHS.replace("LOOP", loop))
+    done = play(
+        tmp_path, "--ranks", "2", "--steps", "12", "--kill", "rank", "--at", "1@12:evaluated", "--limit", "200",
+        seconds=330,
+    )  # fmt: skip
+    assert [run["killed"] for run in done.report["runs"]] == [0, 0, 1], done.shown
+    assert done.code == 0, done.shown
+    assert done.findings == []
