@@ -155,7 +155,7 @@ def etcd_program() -> Path:
 
 @pytest.fixture(scope="session")
 def oldest_api_server() -> None:
-    """Whoever starts it asks for it: it is built before the first test, which takes minutes."""
+    """A test that starts this program asks for it here. It is built before the first test, which takes minutes."""
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ def _switches(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, boo
 
 
 SWITCHES = dict(_switches(yaml.safe_load((ROOT / "charts/everstep/values.yaml").read_text())))
-# What a switch needs beside itself, as the chart's refusals say.
+# Some switches need other values: the chart refuses them alone, and says which.
 ALSO = {"page.ingress.enabled": ("page.enabled=true", "page.ingress.host=jobs.example.com")}
 EXCLUDED = {"all on": "metrics.serviceMonitor.enabled=false"}  # beside the other monitor each replica is scraped twice
 NAMED = ("serviceAccount.name=mine", "page.ingress.host=jobs.example.com")

@@ -1,7 +1,7 @@
 """The oldest and the newest Kubernetes that Everstep is for take what the tests' own one takes.
 
-What is shown at one API server is shown at the two others: the tests of CRD, chart, policies and operator are played
-again, each time over a control plane whose API server is of that version.
+The tests of CRD, chart, policies and operator are played again, each time over a control plane whose API server is of
+that version.
 """
 
 from __future__ import annotations

@@ -14,10 +14,8 @@ from __future__ import annotations
 from everstep_operator.api.base import Check
 
 NO_PODS = "self.suspend || oldSelf.suspend || self.rerun > oldSelf.rerun"
-REMEDY = (
-    "is immutable while the job is not suspended; set spec.suspend: true in the same update, or before it; of a "
-    "finished job raise spec.rerun in the same update"
-)
+HOW = "set spec.suspend: true in the same update, or before it; of a finished job raise spec.rerun in the same update"
+REMEDY = f"is immutable while the job is not suspended; {HOW}"
 
 
 def _while_running(field: str, same: str) -> Check:
@@ -52,8 +50,7 @@ IMMUTABLE: tuple[Check, ...] = (
         "self.elastic.maxReplicas == oldSelf.elastic.maxReplicas && self.elastic.sizes == oldSelf.elastic.sizes "
         ": self.replicas == oldSelf.replicas))",
         message="with spec.rendezvous.backend etcd, the sizes of a job (spec.elastic, or spec.replicas without it) are "
-        "immutable while it is not suspended; set spec.suspend: true in the same update, or before it; of a finished "
-        "job raise spec.rerun in the same update",
+        f"immutable while it is not suspended; {HOW}",
         field=".elastic",
     ),
     Check(

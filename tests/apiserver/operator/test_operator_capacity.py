@@ -10,9 +10,8 @@ import pytest
 
 from everstep.contract.document import Member, Sizes
 from everstep.membership.commands import Command, Form, Join, KeepProcesses, Leave, Waited
-from everstep_operator.rounds.documents import JobRef
-from support.apiserver.operators import Operators, Place
-from support.apiserver.rounds_stage import RoundsStage, pod_name
+from support.apiserver.operators import Place
+from support.apiserver.rounds_stage import RoundsStage, pod_name, staged
 from support.apiserver.waiting import eventually
 
 pytestmark = pytest.mark.apiserver
@@ -32,23 +31,19 @@ def joins(*agents: tuple[int, int]) -> list[Command]:
 @pytest.fixture
 async def stage(place: Place) -> AsyncIterator[RoundsStage]:
     """Workers 0 and 1 are on the new node, and 2 and 3 on the old one. All train in round 1."""
-    job = await place.create_job(**JOB)
-    async with Operators(place).run() as client:
-        made = RoundsStage(place, client.rounds, JobRef(place.namespace, "digits", job.metadata.uid))
-        await made.make_nodes()
+    async with staged(place, **JOB) as made:
         await made.start(0, 1, node=made.new)
         await made.start(2, 3, node=made.old)
         await made.announced(0)
         await made.agents(*joins((0, 0), (1, 0), (2, 0), (3, 0)), Form("agent-0-0", 0, Waited.NOTHING))
         await made.agents(KeepProcesses("agent-0-0", 1))
         yield made
-        await made.remove_nodes()
 
 
 async def test_job_shrinks_to_what_can_run_and_grows_by_no_node_that_was_just_lost(stage: RoundsStage) -> None:
     await stage.node_is(stage.old, "Unknown")
     for index in (2, 3):
-        await is_there(stage, pod_name(index, 1))
+        await stage.is_there(pod_name(index, 1))
         await cannot_be_scheduled(stage, pod_name(index, 1))
     lost = [Leave(f"agent-{i}-0", "its lease expired") for i in (2, 3)]
     document = await stage.agents(*lost, *joins((0, 0), (1, 0)), Form("agent-0-0", 1, Waited.NOTHING))
@@ -65,7 +60,7 @@ async def test_job_shrinks_to_what_can_run_and_grows_by_no_node_that_was_just_lo
     again = [Leave("agent-1-0", "its process ended"), *joins((0, 0))]
     document = await stage.agents(*again, Form("agent-0-0", 2, Waited.NOTHING))
     assert [member.index for member in document.members] == [0, 2]
-    await is_there(stage, pod_name(1, 1))
+    await stage.is_there(pod_name(1, 1))
     await stage.start(1, node=stage.new, incarnation=1)
     await most(stage, 3)
     assert (await stage.place.status())["restarts"]["lostNodes"][0]["name"] == stage.old
@@ -74,19 +69,12 @@ async def test_job_shrinks_to_what_can_run_and_grows_by_no_node_that_was_just_lo
 async def test_worker_that_finds_another_node_gets_its_place_at_once(stage: RoundsStage) -> None:
     await stage.node_is(stage.old, "Unknown")
     for index in (2, 3):
-        await is_there(stage, pod_name(index, 1))
+        await stage.is_there(pod_name(index, 1))
     lost = [Leave(f"agent-{i}-0", "its lease expired") for i in (2, 3)]
     await stage.agents(*lost, *joins((0, 0), (1, 0)), Form("agent-0-0", 1, Waited.NOTHING))
     await most(stage, 2)
     await stage.start(2, node=stage.new, incarnation=1)
     await most(stage, 3)
-
-
-async def is_there(stage: RoundsStage, name: str) -> None:
-    async def holds() -> bool:
-        return name in await stage.place.names()
-
-    await eventually(f"{name} exists", holds)
 
 
 async def cannot_be_scheduled(stage: RoundsStage, name: str) -> None:

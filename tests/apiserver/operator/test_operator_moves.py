@@ -15,9 +15,8 @@ import pytest
 from everstep.contract.document import Member, Sizes
 from everstep.membership.commands import Drain, Form, Join, KeepProcesses, Stop, Waited
 from everstep_operator.kube.resources import NODES
-from everstep_operator.rounds.documents import JobRef
-from support.apiserver.operators import Operators, Place
-from support.apiserver.rounds_stage import RoundsStage, pod_name
+from support.apiserver.operators import Place
+from support.apiserver.rounds_stage import RoundsStage, pod_name, staged
 from support.apiserver.waiting import eventually
 from testcluster.controlplane import ControlPlane
 
@@ -29,16 +28,12 @@ JOB: dict[str, Any] = {"replicas": 3, "rendezvous": {"backend": "everstep"}}
 
 @pytest.fixture
 async def stage(place: Place) -> AsyncIterator[RoundsStage]:
-    job = await place.create_job(**JOB)
-    async with Operators(place).run() as client:
-        made = RoundsStage(place, client.rounds, JobRef(place.namespace, "digits", job.metadata.uid))
-        await made.make_nodes()
+    async with staged(place, **JOB) as made:
         await made.start(0, 1, 2, node=made.old)
         await made.announced(0)
         await made.agents(*(Join(Member(i, f"agent-{i}"), SIZES) for i in range(3)), Form("agent-0", 0, Waited.NOTHING))
         await made.agents(KeepProcesses("agent-0", 1))
         yield made
-        await made.remove_nodes()
 
 
 async def test_drain_of_the_node_with_all_workers_lets_one_stay_until_the_others_have_the_state(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import AsyncIterator
+from typing import Any
 
 from everstep.contract import exit_codes
 from everstep.contract.document import Document, decode, encode
@@ -11,7 +14,7 @@ from everstep.membership.machine import Rejected, apply
 from everstep_operator.kube.resources import NODES, PODS
 from everstep_operator.rounds.documents import JobRef
 from everstep_operator.rounds.registry import RoundRegistry
-from support.apiserver.operators import Place
+from support.apiserver.operators import Operators, Place
 from support.apiserver.waiting import eventually
 from support.conformity.bodies import BINDINGS, CONFIGMAPS
 
@@ -63,14 +66,18 @@ class RoundsStage:
         """The pods of these workers exist, and run on the node."""
         for index in indices:
             name = pod_name(index, incarnation)
-
-            async def exists(name: str = name) -> bool:
-                return name in await self.place.names()
-
-            await eventually(f"{name} exists", exists)
+            await self.is_there(name)
             target = {"metadata": {"name": name}, "target": {"kind": "Node", "name": node}}
             await self.place.client.create(BINDINGS, self.place.namespace, target)
             await self.place.start(name)
+
+    async def is_there(self, pod: str) -> None:
+        """Wait until the operator has made this pod."""
+
+        async def exists() -> bool:
+            return pod in await self.place.names()
+
+        await eventually(f"{pod} exists", exists)
 
     async def end(self, *indices: int) -> None:
         """The kubelet reports that their workers have left in order, and confirms the end of their pods."""
@@ -93,6 +100,17 @@ class RoundsStage:
             return kept == [(first, last)] and await self.place.names() == names
 
         await eventually(f"workers {first} to {last} are left", holds)
+
+
+@contextlib.asynccontextmanager
+async def staged(place: Place, **spec: Any) -> AsyncIterator[RoundsStage]:
+    """A job of this spec, whose operator runs meanwhile."""
+    job = await place.create_job(**spec)
+    async with Operators(place).run() as client:
+        stage = RoundsStage(place, client.rounds, JobRef(place.namespace, "digits", job.metadata.uid))
+        await stage.make_nodes()
+        yield stage
+        await stage.remove_nodes()
 
 
 def pod_name(index: int, incarnation: int = 0) -> str:

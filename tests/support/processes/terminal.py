@@ -10,7 +10,7 @@ from contextlib import suppress
 
 
 def on_terminal(*command: str, **environment: str) -> str:
-    """What a terminal is sent for stderr; stdout is a pipe."""
+    """The text that the command writes on stderr, if that is a terminal. Its stdout is a pipe."""
     screen, terminal = pty.openpty()
     with subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, stderr=terminal,

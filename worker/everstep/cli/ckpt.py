@@ -117,13 +117,13 @@ def verify(
         records = (
             [catalog.find(n=f.n) for f in _there(catalog, url).list()] if every else [catalog.find(step, record, tag)]
         )
-        with byte_bar("verify", sum(map(_bytes, records))) as advance:
+        with byte_bar("verify", sum(record.bytes for record in records)) as advance:
             results = [(r, check(store, r, advance)) for r in records]
     if as_json:
         say(json.dumps([{"step": r.step, "n": r.n, "problems": list(p)} for r, p in results], indent=2))
     else:
         for r, problems in results:
-            size = byte_size(_bytes(r))
+            size = byte_size(r.bytes)
             say(f"step {r.step}  record {r.n}  {'damaged' if problems else 'whole'}  {size}")
             for problem in problems:
                 say(f"  {problem}")
@@ -182,9 +182,9 @@ def restore(
 
         commit = catalog.find(step, record, tag)
         target = open_for(dest, storage_option, to_write=True)
-        with byte_bar("restore", _bytes(commit)) as advance:
+        with byte_bar("restore", commit.bytes) as advance:
             copied = copy(store, commit, target, uuid.uuid4().hex, now(), advance)
-    say(f"step {copied.step}: {byte_size(_bytes(copied))} copied to {redact.text(target.url)}")
+    say(f"step {copied.step}: {byte_size(copied.bytes)} copied to {redact.text(target.url)}")
 
 
 @app.command("gc")
@@ -204,10 +204,6 @@ def gc(
         say(f"{'would delete' if dry_run else 'deleted'} {d.save_id}: {d.reason}")
     if not deleted:
         say("nothing to delete")
-
-
-def _bytes(record: CommitRecord) -> int:
-    return sum(shard.bytes for shard in record.shards)
 
 
 def _there(catalog: Catalog, url: str) -> Catalog:

@@ -91,7 +91,7 @@ def export(
         if form not in FORMATS:
             fail(f"--format {form}: one of {', '.join(FORMATS)} is expected", USAGE)
         commit = catalog.find(step, record, tag)
-        with byte_bar("export", sum(shard.bytes for shard in commit.shards)) as advance:
+        with byte_bar("export", commit.bytes) as advance:
             names = export_as(counted(store, advance), commit, dest, form, key)
     say(f"step {commit.step}: {', '.join(names)} in {dest if dest.is_dir() else dest.parent}")
 

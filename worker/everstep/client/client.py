@@ -210,11 +210,7 @@ class TrainingClient:
         if not timeout:
             return self._job(name)
         return self._wait(
-            name,
-            lambda view: view.status.startswith("Running") or view.status == "Complete",
-            f"job {name}: Running",
-            timeout,
-            look=lambda: again.of_run(source.summary(name), number),
+            name, again.trains_or_has, f"job {name}: Running", timeout, look=lambda: again.look(source, name, number)
         )
 
     def delete_job(self, name: str) -> None:

@@ -36,8 +36,14 @@ def patch(job: Mapping[str, object], url: str | None) -> tuple[dict[str, object]
     return {"spec": {"rerun": number, **({"checkpoint": {"url": url}} if url is not None else {})}}, number
 
 
-def of_run(view: View, number: int) -> View:
-    """The view of the run that was wanted: before it has begun, the status is about the one before, and says that it
+def look(source: Source, job: str, number: int) -> View:
+    """The job in the run that was wanted: before that has begun, the status is about the one before, and says that it
     has ended."""
+    view = source.summary(job)
     begun = int(view.raw_status.get("rerun") or 0) >= number
     return view if begun else replace(view, raw_status={}, observed=False)
+
+
+def trains_or_has(view: View) -> bool:
+    """Whether the run trains, or has ended well already."""
+    return view.status.startswith("Running") or view.status == "Complete"

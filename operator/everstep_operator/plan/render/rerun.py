@@ -8,8 +8,9 @@ each earlier run once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from everstep_operator import object_names
 from everstep_operator.api.base import SAFE_INT_MAX
@@ -43,25 +44,29 @@ def begin(snapshot: Snapshot) -> Plan:
     if remaining:
         actions = [action for pod in remaining if (action := _end(snapshot, pod)) is not None]
         waiting = object_names.list_of_workers({pod.index for pod in remaining})
-        return _keep(job, actions, f"rerun: waits until the pods of {waiting} have ended", _look_again(snapshot))
+        reason = f"rerun: waits until the pods of {waiting} have ended"
+        return _keep(job, reason, {StageName.CLEAN: actions}, _look_again(snapshot))
     if job.spec.rendezvous.backend is RendezvousBackend.EVERSTEP:
         if snapshot.world is None:
-            return _keep(job, (), "rerun: waits until the document of rounds is read")
+            return _keep(job, "rerun: waits until the document of rounds is read")
         if snapshot.world.closed is not None:
             sizes = sizing.present(job.spec, job.spec.replicas)
             rounds = BeginRounds(sizes, snapshot.world.round, "the job runs again")
             refused = snapshot.object_refused
             retry = Requeue(REFUSED_RETRY, "the document was refused") if refused is not None else None
-            return _keep(job, [rounds], f"rerun: begins the rounds anew{f': {refused}' if refused else ''}", retry)
+            reason = f"rerun: begins the rounds anew{f': {refused}' if refused else ''}"
+            return _keep(job, reason, {StageName.SIZES: [rounds]}, retry)
     return _publish(snapshot)
 
 
-def _keep(job: JobView, actions: Sequence[Action], reason: str, requeue: Requeue | None = None) -> Plan:
+def _keep(
+    job: JobView,
+    reason: str,
+    actions: Mapping[StageName, Collection[Action]] = MappingProxyType({}),
+    requeue: Requeue | None = None,
+) -> Plan:
     """The status stays that of the earlier run until the next one can begin."""
-    deletions = [action for action in actions if isinstance(action, DeletePod)]
-    rounds = [action for action in actions if isinstance(action, BeginRounds)]
-    stages = staged({StageName.CLEAN: deletions, StageName.SIZES: rounds})
-    return Plan(job.status, stages, requeue=requeue, reason=reason)
+    return Plan(job.status, staged(actions), requeue=requeue, reason=reason)
 
 
 def _look_again(snapshot: Snapshot) -> Requeue | None:

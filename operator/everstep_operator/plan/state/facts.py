@@ -82,7 +82,7 @@ class Facts:
         """The workers that get no place in a standing round before their nodes have been ready for a while, and until
         when; None: it has no node yet, and may come to one that was lost. A job of a fixed size needs all."""
         elastic = self.job.spec.elastic is not None and self.round_view is not None and self.world.has_quorum
-        if not elastic or not lost_nodes.remembered(self.snapshot):
+        if not elastic or not lost_nodes.remembered(self.snapshot.now, self.job.status.restarts):
             return {}
         until: dict[int, datetime | None] = {}
         for index in sorted(self.roster.workers.keys() - self.world.members):
@@ -95,7 +95,8 @@ class Facts:
     @property
     def admissible(self) -> int:
         """How many workers may be in the round now."""
-        return len(self.roster.workers) - len(self.postponed) if self.postponed else self.wanted
+        postponed = self.postponed
+        return len(self.roster.workers) - len(postponed) if postponed else self.wanted
 
     @property
     def surge(self) -> int:

@@ -29,7 +29,7 @@ def counted(now: datetime, restarts: Restarts, lost: Iterable[Loss]) -> Restarts
     names = dict.fromkeys(loss.node for loss in lost if loss.cause is Cause.NODE_LOST and loss.node is not None)
     if not names:
         return restarts
-    before = {node.name: node for node in restarts.lost_nodes if now - node.at <= REMEMBERED}
+    before = {node.name: node for node in remembered(now, restarts)}
     again = [_again(before.get(name), name, now) for name in names]
     others = [node for node in before.values() if node.name not in names]
     return restarts.model_copy(update={"lost_nodes": (*again, *others)[:MAX_LOST_NODES]})
@@ -37,7 +37,7 @@ def counted(now: datetime, restarts: Restarts, lost: Iterable[Loss]) -> Restarts
 
 def avoided(now: datetime, restarts: Restarts) -> tuple[str, ...]:
     """The nodes on which new pods are placed only if there is no other: as those that rejected a pod (ADR 0036)."""
-    return tuple(node.name for node in restarts.lost_nodes if now - node.at <= REMEMBERED)
+    return tuple(node.name for node in remembered(now, restarts))
 
 
 def steady_at(snapshot: Snapshot, name: str) -> datetime | None:
@@ -52,15 +52,15 @@ def steady_at(snapshot: Snapshot, name: str) -> datetime | None:
     return at if snapshot.now < at else None
 
 
-def remembered(snapshot: Snapshot) -> bool:
-    """Whether any node was lost lately."""
-    return any(snapshot.now - node.at <= REMEMBERED for node in snapshot.job.status.restarts.lost_nodes)
+def remembered(now: datetime, restarts: Restarts) -> tuple[LostNode, ...]:
+    """The nodes that were lost lately, the last one first."""
+    return tuple(node for node in restarts.lost_nodes if now - node.at <= REMEMBERED)
 
 
 def find(snapshot: Snapshot, name: str) -> LostNode | None:
-    """What is remembered of a node; None if it was not lost lately."""
-    listed = snapshot.job.status.restarts.lost_nodes
-    return next((node for node in listed if node.name == name and snapshot.now - node.at <= REMEMBERED), None)
+    """The node, if it was lost lately."""
+    lately = remembered(snapshot.now, snapshot.job.status.restarts)
+    return next((node for node in lately if node.name == name), None)
 
 
 def _again(before: LostNode | None, name: str, now: datetime) -> LostNode:

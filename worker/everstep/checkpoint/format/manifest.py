@@ -280,6 +280,11 @@ class CommitRecord:
     entries: tuple[Entry, ...]  # sorted by name
     values: Json  # the state's tree; tensors are references to entries
 
+    @property
+    def bytes(self) -> int:
+        """Of all its shards."""
+        return sum(shard.bytes for shard in self.shards)
+
 
 Record = OpenRecord | CommitRecord
 

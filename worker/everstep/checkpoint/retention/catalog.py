@@ -64,9 +64,9 @@ class Found:
         cls, record: CommitRecord, holds: Holds = NOTHING, missing: tuple[str, ...] = (),
         later: Mapping[str, float] = MappingProxyType({}),
     ) -> Found:  # fmt: skip
-        size, save = sum(s.bytes for s in record.shards), record.save_id
+        save = record.save_id
         return cls(
-            record.step, record.n, save, record.at, record.world_size, size, save in holds.pinned, missing,
+            record.step, record.n, save, record.at, record.world_size, record.bytes, save in holds.pinned, missing,
             nonfinite_in(record), save in holds.kept, holds.tags_of(save),
             {**metrics_of(record.values), **later},
         )  # fmt: skip

@@ -324,14 +324,8 @@ def rerun(
     before, name = pick(job, Where(namespace, context, kubeconfig, out), changes=True, over=True)
     source, number = again.rerun(before, name, checkpoint)
     if wait:
-        _wait(
-            source, name, "its workers train", _trains_or_has, look=lambda: again.of_run(source.summary(name), number)
-        )
+        _wait(source, name, "its workers train", again.trains_or_has, look=lambda: again.look(source, name, number))
     say(f"{name}: {'runs again' if wait else 'to be run again'} ({source.title})")
-
-
-def _trains_or_has(view: View) -> bool:
-    return view.status.startswith("Running") or view.status == "Complete"
 
 
 def _wait(
