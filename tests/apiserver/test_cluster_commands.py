@@ -139,7 +139,16 @@ def test_where_the_time_of_a_job_went_and_which_nodes_cost_it(jobs: Jobs, call: 
     jobs.create("timed", {})
     written = {**times, "earlierActiveSeconds": 100, "stateSeconds": seconds, "recoveries": [open_, regrow, lost]}
     write(jobs, "tjob", "timed", {**written, "conditions": [ended]})
-    training(jobs, "beside", recoveries=[{**lost, "node": "n3", "lostSteps": 7, "cause": "NodeLost"}, unplaced])
+    training(
+        jobs,
+        "beside",
+        recoveries=[{**lost, "node": "n3", "lostSteps": 7, "cause": "NodeLost"}, unplaced],
+        excludedNodes=[
+            {"name": "n3", "until": "2100-01-01T00:00:00Z", "reasons": ["NodeLost"]},
+            {"name": "n5", "reasons": ["KernelDeadlock (blocked)"]},
+            {"name": "n6", "until": "2026-01-01T00:00:00Z", "reasons": ["its operator has not written since"]},
+        ],
+    )
 
     shown = json.loads(call("goodput", "timed", "-o", "json"))
     assert shown["seconds"] == {
@@ -155,13 +164,23 @@ def test_where_the_time_of_a_job_went_and_which_nodes_cost_it(jobs: Jobs, call: 
     assert yaml.safe_load(call("goodput", "timed", "-o", "yaml")) == shown
 
     rows = {row["node"]: row for row in json.loads(call("nodes", "-o", "json"))}
-    assert rows.keys() == {"n1", "n3", None}, "a world that is whole again has lost nobody"
+    assert rows.keys() == {"n1", "n3", "n5", None}, "a world that is whole again has lost nobody"
     assert (rows["n1"]["recoveries"], rows["n1"]["seconds"]) == (2, 10.5)
     assert rows["n1"]["causes"] == {"OOMKilled": 1, "Signaled": 1}
     assert rows["n1"]["last"] == "2026-01-01T00:50:00Z"
     assert (rows["n3"]["jobs"], rows["n3"]["lost_steps"]) == ([f"{jobs.namespace}/beside"], 7)
-    assert call("nodes").splitlines()[1].split()[:3] == ["n1", "2", "10.5"]
-    assert call("nodes", "-o", "name").split() == ["n1", "n3"]
+    by = [f"{jobs.namespace}/beside"]
+    assert [(rows[n]["excluded_by"], rows[n]["excluded_until"]) for n in ("n1", "n3", "n5")] == [
+        ([], None),
+        (by, "2100-01-01T00:00:00Z"),
+        (by, None),
+    ]
+    assert rows["n5"]["reasons"] == ["KernelDeadlock (blocked)"]
+    lines = call("nodes").splitlines()
+    assert lines[1].split()[:3] == ["n1", "2", "10.5"]
+    text = " ".join(" ".join(lines).split())
+    assert "until 2100-01-01T00:00:00Z" in text
+    assert call("nodes", "-o", "name").split() == ["n1", "n3", "n5"]
     assert {row["node"] for row in json.loads(caller()("nodes", "-A", "-o", "json"))} >= {"n1", "n3"}
 
 

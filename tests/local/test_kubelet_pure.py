@@ -62,6 +62,15 @@ def test_pod_goes_where_fewest_of_its_job_are() -> None:
     assert found.name == "n2"
 
 
+def test_pod_goes_to_a_node_that_it_avoids_only_if_no_other_has_room() -> None:
+    terms = [{"preference": {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["n1"]}]}}]
+    avoiding = pod(affinity={"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": terms}})
+    for others, expected in ((2, "n2"), (3, "n1")):  # there is room for three
+        chosen = choose_node(avoiding, [seat("n1"), seat("n2", *["other"] * others)])
+        assert isinstance(chosen, Seat)
+        assert chosen.name == expected
+
+
 def test_pod_that_fits_nowhere_is_told_why_of_each_node() -> None:
     asks: dict[str, Any] = {"containers": [{"resources": {"requests": {"cpu": "1", "gpu": "1"}}}]}
     seats = [

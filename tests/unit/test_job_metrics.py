@@ -15,8 +15,8 @@ from everstep.jobs.costs import by_node
 from everstep.jobs.view import of_objects
 from everstep_local.nodes.scheduler import BINDINGS
 from everstep_operator.api.conditions import Cause
-from everstep_operator.api.status import Status
-from everstep_operator.controller.figures import MAX_JOBS, MAX_NODES, NodeLosses
+from everstep_operator.api.status import ExcludedNode, Status
+from everstep_operator.controller.figures import MAX_JOBS, MAX_NODES, NodeLosses, exclusions
 from everstep_operator.controller.progress import JobProgress
 from everstep_operator.kube.resources import EVENTS, LEASES, NODES
 from everstep_operator.main import JOBS, Operator
@@ -159,7 +159,9 @@ async def test_process_that_an_agent_replaces_costs_one_number_wherever_it_is_sh
         assert record["detectMs"] == 40_000
         seconds = samples(operator.metrics)["everstep_recovery_seconds_sum"]
         assert 47 <= seconds < 50
-        (node,) = by_node([("here", of_objects({"metadata": {"name": "digits"}, "status": seen.status}))])
+        (node,) = by_node(
+            [("here", of_objects({"metadata": {"name": "digits"}, "status": seen.status}))], stage.clock.now()
+        )
         assert node.node == "node-1"
         assert node.seconds == pytest.approx(seconds)
         (row,) = rows.recoveries(of_objects({"metadata": {"name": "digits"}, "status": seen.status}))
@@ -410,6 +412,21 @@ def test_nodes_that_lost_workers_last_are_counted_and_those_of_decisions_are_not
     assert NodeLosses().by_node(["a"]) == {"a": 0}
     losses.keep({"bad", "node-4"})
     assert losses.by_node([]) == {"bad": MAX_NODES + 5}, "a node that is gone has no series"
+
+
+def test_jobs_that_avoid_a_node_are_counted_and_the_nodes_are_bounded() -> None:
+    def avoiding(*names: str) -> Status:
+        return Status(excluded_nodes=tuple(ExcludedNode(name=name) for name in names))
+
+    assert exclusions([avoiding("bad"), avoiding("bad", "worse"), Status()], ["good", "bad"]) == {
+        "bad": 2,
+        "worse": 1,
+        "good": 0,
+    }
+    many = [avoiding("bad"), *(avoiding("bad", f"node-{number}") for number in range(MAX_NODES))]
+    counted = exclusions(many, [f"idle-{number}" for number in range(MAX_NODES)])
+    assert len(counted) == MAX_NODES
+    assert counted["bad"] == MAX_NODES + 1
 
 
 async def test_jobs_beyond_the_bound_are_counted_and_a_scrape_takes_less_than_100_ms() -> None:

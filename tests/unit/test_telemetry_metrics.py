@@ -117,7 +117,7 @@ def test_both_formats_have_the_same_samples_and_are_read_by_their_parsers() -> N
     m = Metrics()
     m.reconciled(0.02)
     m.api_request("create", "pods", 201, 0.01)
-    m.figures_from(lambda: ClusterFigures((full(1), JobFigures("a", "b")), 3, {'no"de\\\n': 4}))
+    m.figures_from(lambda: ClusterFigures((full(1), JobFigures("a", "b")), 3, {'no"de\\\n': 4}, {'no"de\\\n': 2}))
     plain = text_string_to_metric_families(m.render().decode())
     modern = openmetrics.text_string_to_metric_families(m.render(Format.OPENMETRICS).decode())
 
@@ -135,6 +135,7 @@ def test_both_formats_have_the_same_samples_and_are_read_by_their_parsers() -> N
     assert values["everstep_job_last_recovery_seconds", *job, "first-step"] == 3.25
     assert values["everstep_jobs_without_series",] == 3
     assert values["everstep_node_losses_total", 'no"de\\\n'] == 4
+    assert values["everstep_node_excluding_jobs", 'no"de\\\n'] == 2
     assert ("everstep_job_step", "a", "b") not in values
 
 

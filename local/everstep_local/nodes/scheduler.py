@@ -1,8 +1,9 @@
 """Binds pods to nodes: a small part of kube-scheduler, which is enough for training jobs.
 
-A pod goes to the node with the fewest pods of its own owner, then with the fewest of all, then by name. Readiness,
-taints (without tolerations), `nodeSelector` and capacity count; affinity and spread constraints do not. Invariants:
-`choose_node` is pure. A pod that was just bound counts before the cache shows it.
+A pod goes to a node that it does not avoid, if there is room; then to the node with the fewest pods of its own owner,
+then with the fewest of all, then by name. Readiness, taints (without tolerations), `nodeSelector` and capacity count;
+of affinity only a preference against nodes by name; spread constraints do not. Invariants: `choose_node` is pure. A pod
+that was just bound counts before the cache shows it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,24 @@ def choose_node(pod: Unstructured, seats: Sequence[Seat]) -> Seat | str:
         why = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
         return f"0/{len(seats)} nodes are available: {why or 'no nodes'}."
     owner = controller_uid(pod.metadata)
-    return min(fitting, key=lambda s: (sum(owner is not None and o == owner for o, _ in s.pods), len(s.pods), s.name))
+    avoided = _avoided(pod)
+    return min(
+        fitting,
+        key=lambda s: (
+            s.name in avoided,
+            sum(owner is not None and o == owner for o, _ in s.pods),
+            len(s.pods),
+            s.name,
+        ),
+    )
+
+
+def _avoided(pod: Unstructured) -> set[str]:
+    """The nodes that the pod prefers not to run on."""
+    affinity = (pod.spec.get("affinity") or {}).get("nodeAffinity") or {}
+    terms = affinity.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
+    fields = (field for term in terms for field in (term.get("preference") or {}).get("matchFields") or ())
+    return {value for field in fields if field.get("operator") == "NotIn" for value in field.get("values") or ()}
 
 
 class Scheduler:

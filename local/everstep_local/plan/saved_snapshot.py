@@ -131,6 +131,7 @@ def snapshot(objects: JobObjects) -> Snapshot:
         if objects.budget is not None
         else None,
         nodes=nodes,
+        fleet=None,
         progress=JobProgress(job.status, objects.taken_at).snapshot(),
         world=_round(objects) if rendezvous_backend(objects.job) == BACKEND else None,
     )

@@ -93,3 +93,12 @@ class Cause(StrEnum):
     PREEMPTED = "Preempted"
     FENCED = "Fenced"
     STORE_UNUSABLE = "StoreUnusable"
+
+
+class Suspicion(StrEnum):
+    """What speaks against a node: a loss that the script cannot have caused, or what its workers reported."""
+
+    NODE_LOST = "NodeLost"
+    REJECTED = "Rejected"
+    START_TIMEOUT = "StartTimeout"
+    HARDWARE_ERROR = "HardwareError"

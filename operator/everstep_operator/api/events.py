@@ -28,6 +28,7 @@ class EventReason(StrEnum):
     CHECKPOINT_COMMIT_FAILED = "CheckpointCommitFailed"
     CHECKPOINT_CORRUPT = "CheckpointCorrupt"
     RESTORED_FROM_CHECKPOINT = "RestoredFromCheckpoint"
+    NODE_EXCLUDED = "NodeExcluded"
     STRAGGLER_DETECTED = "StragglerDetected"
     RESTART_BUDGET_EXHAUSTED = "RestartBudgetExhausted"
     SCRIPT_REFUSED = "ScriptRefused"

@@ -106,6 +106,7 @@ EVENTS: dict[EventReason, str] = {
     EventReason.CHECKPOINT_COMMIT_FAILED: "A commit failed; the training goes on.",
     EventReason.CHECKPOINT_CORRUPT: "A commit was found damaged.",
     EventReason.RESTORED_FROM_CHECKPOINT: "The training state was read from a commit: its step.",
+    EventReason.NODE_EXCLUDED: "New pods avoid a node: why, and until when.",
     EventReason.STRAGGLER_DETECTED: "A rank is slower than the others, and they wait for it.",
     EventReason.RESTART_BUDGET_EXHAUSTED: "The job failed: more failures than `spec.recovery.maxRestarts`.",
     EventReason.SCRIPT_REFUSED: "The job failed: the script was refused, and a restart would be refused again.",

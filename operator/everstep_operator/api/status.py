@@ -14,7 +14,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS
 from everstep_operator.api.base import Count, Int32, StatusModel, Timestamp
-from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, Rung
+from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, Rung, Suspicion
 from everstep_operator.api.types import MAX_SPARES
 
 MAX_RECOVERIES = 10
@@ -24,6 +24,9 @@ MAX_INCARNATION = 99_999_999  # eight digits of a pod's name
 MAX_LOG_LINES = 20
 MAX_REJECTED_BY = 8
 MAX_LOST_NODES = 16
+MAX_SUSPECT_NODES = 16
+MAX_EXCLUDED_NODES = 16
+MAX_EXCLUSION_REASONS = 8
 MAX_MISMATCH = 512  # characters of the place where collectives did not match
 
 Workers = Annotated[Int32, Field(ge=0)]
@@ -168,6 +171,33 @@ class LostNode(StatusModel):
     at: Timestamp = Field(description="When it was last lost.")
 
 
+class SuspectNode(StatusModel):
+    """A node that something speaks against."""
+
+    name: NodeName = Field(description="Name of the node.")
+    points: Count = Field(description="What speaks against it, when it was last charged. Halved each hour.")
+    at: Timestamp = Field(description="When it was last charged.")
+    excluded: bool = Field(
+        default=False,
+        description="Whether it had 100 points. New pods avoid it until it has 50; `excludedNodes` says when.",
+    )
+    reasons: tuple[Suspicion, ...] = Field(
+        default=(), max_length=len(Suspicion), description="What it was charged for, the newest first."
+    )
+
+
+class ExcludedNode(StatusModel):
+    """A node that new pods of this job avoid."""
+
+    name: NodeName = Field(description="Name of the node.")
+    until: Timestamp | None = Field(
+        default=None, description="Until when. Absent: as long as the node's own status names the fault."
+    )
+    reasons: tuple[Annotated[str, StringConstraints(max_length=200)], ...] = Field(
+        default=(), max_length=MAX_EXCLUSION_REASONS, description="Why, each in a few words."
+    )
+
+
 class Restarts(StatusModel):
     """Restarts so far by cause, and the counters by which the restart budget is judged."""
 
@@ -227,6 +257,12 @@ class Restarts(StatusModel):
         description="Nodes that were lost with workers in the last half hour, the last one first. New pods prefer "
         "other nodes, and an elastic job grows by workers on such a node only when it has been ready for a minute, "
         "twice as long after each further loss.",
+    )
+    suspect_nodes: tuple[SuspectNode, ...] = Field(
+        default=(),
+        max_length=MAX_SUSPECT_NODES,
+        description="Nodes that losses of this job speak against, the last one first. They are kept when the job is "
+        "run again.",
     )
     spare_failures: Count = Field(
         default=0, description="Times in a row that the programs of spares failed while all workers trained: no charge."
@@ -376,6 +412,12 @@ class Status(StatusModel):
     progress: Progress = Field(default=Progress(), description="Progress of the training.")
     checkpoint: CheckpointStatus = Field(default=CheckpointStatus(), description="The newest known commit.")
     restarts: Restarts = Field(default=Restarts(), description="Restarts so far, and the restart budget's counters.")
+    excluded_nodes: tuple[ExcludedNode, ...] = Field(
+        default=(),
+        max_length=MAX_EXCLUDED_NODES,
+        description="Nodes on which new pods are placed only if no other has room, by what this job and others have "
+        "met there, and by what the nodes' own status says.",
+    )
     recoveries: tuple[RecoveryRecord, ...] = Field(
         default=(), max_length=MAX_RECOVERIES, description="The last recoveries, newest first."
     )

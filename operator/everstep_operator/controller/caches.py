@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.contract import labels
+from everstep_operator.controller import fleet
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.resources import NETWORK_POLICIES, NODES, PDBS, PODS, SERVICES, Resource
 from everstep_operator.kube.wire import (
@@ -23,6 +24,7 @@ from everstep_operator.runtime.informer import Informer
 from everstep_operator.runtime.randomness import Random
 
 BY_OWNER, BY_NODE = "owner", "node"  # of pods
+SUSPECT = "suspect"  # of nodes against which their status speaks, and of jobs whose losses speak against nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,10 @@ class Caches:
         common: dict[str, Any] = {"clock": clock, "rng": rng, "relisted": relisted}
         of_pods = {BY_OWNER: _owner, BY_NODE: _node}
         return cls(
-            jobs=Informer(client, jobs, **common),
+            jobs=Informer(client, jobs, indexers={SUSPECT: _accuses}, **common),
             pods=Informer(client, PODS, label_selector=ours, indexers=of_pods, **common),
             services=Informer(client, SERVICES, label_selector=ours, **common),
-            nodes=Informer(client, NODES, **common),
+            nodes=Informer(client, NODES, indexers={SUSPECT: _is_suspect}, **common),
             budgets=Informer(client, PDBS, label_selector=ours, **common),
             policies=Informer(client, NETWORK_POLICIES, label_selector=ours, **common) if network_policies else None,
         )
@@ -68,6 +70,14 @@ class Caches:
         """Which lists have not come yet; None if this replica is ready."""
         names = [informer.plural for informer in self.all() if not informer.has_synced]
         return f"waits for the first list of {', '.join(names)}" if names else None
+
+
+def _accuses(job: Unstructured) -> tuple[str, ...]:
+    return (SUSPECT,) if fleet.accuses(job) else ()
+
+
+def _is_suspect(node: Node) -> tuple[str, ...]:
+    return (SUSPECT,) if fleet.is_suspect(node) else ()
 
 
 def _owner(pod: Pod) -> tuple[str, ...]:

@@ -115,6 +115,17 @@ def _is_current(status: Status, pod: WorkerPod) -> bool:
     return any(w.first <= pod.index <= w.last and w.incarnation == pod.incarnation for w in status.roster.workers)
 
 
+def exclusions(statuses: Iterable[Status], in_use: Iterable[str]) -> dict[str, int]:
+    """How many of these jobs avoid each node: the most avoided ones, and 0 for the other nodes that run workers."""
+    counts = Counter(node.name for status in statuses for node in status.excluded_nodes)
+    by_node = dict(counts.most_common(MAX_NODES))
+    for node in in_use:
+        if len(by_node) >= MAX_NODES:
+            break
+        by_node.setdefault(node, 0)
+    return by_node
+
+
 class NodeLosses:
     """How often a node was the first to lose a worker, for the nodes that did so last."""
 

@@ -18,9 +18,9 @@ from everstep_operator.api.base import SpecError
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason, Rung
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Condition, Status
-from everstep_operator.controller import figures, observe
+from everstep_operator.controller import figures, fleet, observe
 from everstep_operator.controller.apply import Applied, Applier
-from everstep_operator.controller.caches import BY_OWNER, Caches
+from everstep_operator.controller.caches import BY_OWNER, SUSPECT, Caches
 from everstep_operator.controller.incidents import Incidents
 from everstep_operator.controller.pod_events import AGAIN, PodEvents, PodReason
 from everstep_operator.controller.progress import JobProgress
@@ -31,7 +31,7 @@ from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Event, Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.render import recovery_record
-from everstep_operator.plan.snapshot import JobView, NodeView, Settings, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Fleet, JobView, NodeView, Settings, Snapshot, WorkerPod
 from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.documents import WriteFailure
 from everstep_operator.runtime.cache import is_not_newer
@@ -101,6 +101,7 @@ class Reconciler:
         self._rounds_write_failure = rounds_write_failure
         self._memory: dict[Key, _JobMemory] = {}
         self._node_losses = figures.NodeLosses()
+        self._accusers = fleet.Accusers()
 
     def forget_all(self) -> None:
         """A new term of leadership begins: another replica may have decided since."""
@@ -282,6 +283,7 @@ class Reconciler:
             disruption_budget=observe.disruption_budget_view(budget, job.uid) if budget is not None else None,
             network_policy=observe.network_policy_view(policy, job.uid),
             nodes=nodes,
+            fleet=self._fleet(job),
             answering=frozenset(p.uid for p in pods if p.node in doubted and self._answers(obj, p.uid)),
             progress=memory.progress.snapshot(),
             world=self._round_view(obj),
@@ -294,6 +296,15 @@ class Reconciler:
     def _pods_of(self, job: JobView) -> tuple[WorkerPod, ...]:
         owned = self._caches.pods.by_index(BY_OWNER, job.uid)
         return tuple(w for pod in owned if (w := observe.worker_pod(pod)) is not None)
+
+    def _fleet(self, job: JobView) -> Fleet:
+        """All nodes are looked at only if anything speaks against one of them."""
+        faulty = self._caches.nodes.by_index(SUSPECT, SUSPECT)
+        self._accusers.read(self._clock.now(), self._caches.jobs.by_index(SUSPECT, SUSPECT))
+        accused = self._accusers.against(job.uid)
+        if not (faulty or accused or job.status.restarts.suspect_nodes):
+            return Fleet()
+        return fleet.of(job.spec.template, self._caches.nodes.list(), faulty, accused)
 
     def _nodes_of(self, pods: tuple[WorkerPod, ...]) -> dict[str, NodeView]:
         wanted = {p.node for p in pods if p.node}
@@ -356,6 +367,7 @@ class Reconciler:
             ),
             max(0, len(living) - figures.MAX_JOBS),
             self._node_losses.by_node(nodes),
+            figures.exclusions((status for _, _, status in living), nodes),
         )
 
     def _is_present(self, key: Key, uid: str) -> bool:

@@ -119,15 +119,19 @@ class Pod(KubeObject, frozen=True, kw_only=True):
 
 class NodeStatus(Wire, frozen=True, kw_only=True):
     conditions: tuple[Condition, ...] = ()
+    capacity: dict[str, str | int] = {}
+    allocatable: dict[str, str | int] = {}
 
 
 class Taint(Wire, frozen=True, kw_only=True):
     key: str = ""
     value: str = ""
+    effect: str = ""
 
 
 class NodeSpec(Wire, frozen=True, kw_only=True):
     taints: tuple[Taint, ...] = ()
+    unschedulable: bool = False
 
 
 class Node(KubeObject, frozen=True, kw_only=True):

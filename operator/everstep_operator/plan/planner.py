@@ -50,7 +50,10 @@ def _in_time(snapshot: Snapshot) -> Snapshot:
     job = snapshot.job
     if job.deleting or job.spec.managed_by not in (None, OUR_NAME):
         return snapshot
-    return replace(snapshot, job=replace(job, status=times.until(job.status, snapshot.now)))
+    status = times.until(job.status, snapshot.now)
+    # The ends of exclusions lie in the future. They are only shown, and made anew in each pass.
+    status = status.model_copy(update={"excluded_nodes": job.status.excluded_nodes})
+    return replace(snapshot, job=replace(job, status=status))
 
 
 def _decide(snapshot: Snapshot) -> Plan:

@@ -17,7 +17,15 @@ from everstep.contract import redact
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS
 from everstep.contract.redact import HIDDEN
 from everstep_operator.api.base import SAFE_INT_MAX
-from everstep_operator.plan.snapshot import Exit, InitFailure, ReportedPeak, ReportedProgress, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import (
+    Exit,
+    Fleet,
+    InitFailure,
+    ReportedPeak,
+    ReportedProgress,
+    Snapshot,
+    WorkerPod,
+)
 from everstep_operator.round_view import RoundView
 
 MAX_TEXT = 8192  # the kubelet keeps 4096 bytes of an exit message; anything longer did not come from it
@@ -40,7 +48,16 @@ def sanitized(snapshot: Snapshot) -> Snapshot:
         world=None if snapshot.world is None else _round(snapshot.world, secrets),
         create_refused=_shown(snapshot.create_refused, secrets),
         object_refused=_shown(snapshot.object_refused, secrets),
+        fleet=None if snapshot.fleet is None else _fleet(snapshot.fleet, secrets),
     )
+
+
+def _fleet(fleet: Fleet, secrets: tuple[str, ...]) -> Fleet:
+    """Whoever watches a node writes what is wrong with it."""
+    if not fleet.faults:
+        return fleet
+    faults = {name: tuple(_shown(text, secrets) or "" for text in texts) for name, texts in fleet.faults.items()}
+    return replace(fleet, faults=faults)
 
 
 def _round(view: RoundView, secrets: tuple[str, ...]) -> RoundView:

@@ -6,6 +6,7 @@ this job's UID; an object that merely has a matching name appears only in `name_
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -162,6 +163,17 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
+class Fleet:
+    """What the cluster's nodes and other jobs say that matters to the place of a new pod. It is empty while nothing
+    speaks against any node. `able`: the nodes on which the pod could run, and whether each is ready. `faults`: what
+    the status of such a node says against it. `accused`: nodes that several other jobs avoid, and until when."""
+
+    able: Mapping[str, bool] = field(default_factory=dict)
+    faults: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    accused: Mapping[str, datetime] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class ReportedPeak:
     """The greatest memory in bytes of a process of the current round, and its rank. `device`: of an accelerator's
     memory."""
@@ -271,6 +283,7 @@ class Snapshot:
     world: RoundView | None = None  # None: this operator cannot see the agents' rounds, or there are none
     disruption_budget: DisruptionBudgetView | None = None  # the PodDisruptionBudget, if it is there and ours
     network_policy: NetworkPolicyView | None = None  # if it is there and ours
+    fleet: Fleet | None = Fleet()  # None: not known, so the exclusions stay as they were
 
     @property
     def create_obstacle(self) -> str | None:

@@ -40,6 +40,7 @@ class ClusterFigures:
     jobs: Sequence[JobFigures] = ()
     jobs_without_series: int = 0
     node_losses: Mapping[str, int] = field(default_factory=dict)
+    node_exclusions: Mapping[str, int] = field(default_factory=dict)
 
 
 Line: TypeAlias = tuple[str, float]  # labels without braces, and the value
@@ -177,6 +178,16 @@ FAMILIES = (
         Lines(
             ("node",),
             lambda figures: ((f'node="{_escaped(node)}"', count) for node, count in figures.node_losses.items()),
+        ),
+    ),
+    Family(
+        "everstep_node_excluding_jobs",
+        "gauge",
+        "Unfinished jobs whose new pods avoid this node (status.excludedNodes); 0 for the other nodes that run "
+        "workers.",
+        Lines(
+            ("node",),
+            lambda figures: ((f'node="{_escaped(node)}"', count) for node, count in figures.node_exclusions.items()),
         ),
     ),
 )

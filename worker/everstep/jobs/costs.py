@@ -1,4 +1,5 @@
-"""What the time of a job went into, and which nodes cost recoveries: from the statuses of jobs alone. Pure."""
+"""What the time of a job went into, which nodes cost recoveries, and which new pods avoid: from the statuses of jobs
+alone. Pure."""
 
 from __future__ import annotations
 
@@ -57,18 +58,22 @@ class NodeCost:
     causes: Counter[str] = field(default_factory=Counter)
     jobs: list[str] = field(default_factory=list)
     last: str = ""  # RFC 3339
+    excluded_by: list[str] = field(default_factory=list)  # jobs whose new pods avoid the node
+    excluded_until: str = ""  # RFC 3339: until the last of them takes it again; empty: nobody knows
+    reasons: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "node": self.node, "where": self.where, "recoveries": self.recoveries, "seconds": round(self.seconds, 3),
             "lost_steps": self.lost_steps, "causes": dict(sorted(self.causes.items())), "jobs": self.jobs,
-            "last": self.last,
+            "last": self.last, "excluded_by": self.excluded_by, "excluded_until": self.excluded_until or None,
+            "reasons": self.reasons,
         }  # fmt: skip
 
 
-def by_node(views: Iterable[tuple[str, View]]) -> list[NodeCost]:
-    """Each node on which the first lost worker of a recovery ran, the one that cost most first. `views` with the titles
-    of their sources. A status remembers the last ten recoveries."""
+def by_node(views: Iterable[tuple[str, View]], now: datetime) -> list[NodeCost]:
+    """Each node on which the first lost worker of a recovery ran, and each that new pods avoid, the one that cost most
+    first. `views` with the titles of their sources. A status remembers the last ten recoveries."""
     costs: dict[tuple[str, str | None], NodeCost] = {}
     for where, view in views:
         job = f"{view.namespace}/{view.job}" if view.namespace else view.job
@@ -84,7 +89,22 @@ def by_node(views: Iterable[tuple[str, View]]) -> list[NodeCost]:
             cost.last = max(cost.last, str(record.get("at") or ""), key=_order)
             if job not in cost.jobs:
                 cost.jobs.append(job)
+        for entry in view.raw_status.get("excludedNodes") or ():
+            _exclude(costs, where, entry, job, now)
     return sorted(costs.values(), key=lambda cost: (-cost.seconds, -cost.recoveries, str(cost.node)))
+
+
+def _exclude(
+    costs: dict[tuple[str, str | None], NodeCost], where: str, entry: dict[str, Any], job: str, now: datetime
+) -> None:
+    name, until = str(entry.get("name")), str(entry.get("until") or "")
+    if until and _order(until) <= now:
+        return  # its operator has not written the status since
+    cost = costs.setdefault((where, name), NodeCost(name, where))
+    known = cost.excluded_until or not cost.excluded_by
+    cost.excluded_until = max(cost.excluded_until, until, key=_order) if until and known else ""
+    cost.excluded_by.append(job)
+    cost.reasons += [reason for reason in entry.get("reasons") or () if reason not in cost.reasons]
 
 
 def _order(at: str) -> datetime:

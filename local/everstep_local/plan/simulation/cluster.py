@@ -37,6 +37,7 @@ from everstep_operator.plan.render.network_policy import OPEN_PORTS
 from everstep_operator.plan.snapshot import (
     DisruptionBudgetView,
     Exit,
+    Fleet,
     InitFailure,
     JobView,
     NetworkPolicyView,
@@ -83,6 +84,8 @@ class World:
         self.spec: dict[str, object] = {"replicas": 2, "rendezvous": {"backend": "c10d"}, "template": TEMPLATE}
         self.status = Status()
         self.pods: dict[str, WorkerPod] = {}
+        self.faults: dict[str, tuple[str, ...]] = {}
+        self.accused: dict[str, datetime] = {}
         self.nodes = {f"n{i}": NodeView(f"n{i}", NodeHealth.READY, START) for i in (1, 2)}
         self.service: str | None = None
         self.progress = ReportedProgress()
@@ -130,6 +133,7 @@ class World:
             object_refused=self.object_refused,
             network_policy=self.network_policy,
             settings=self.settings,
+            fleet=Fleet({name: node.ready for name, node in self.nodes.items()}, dict(self.faults), dict(self.accused)),
         )
 
     def reconcile(self) -> str:
@@ -395,6 +399,14 @@ class World:
 
     def do_node_stays(self, name: str) -> None:
         self.nodes[name] = replace(self.nodes[name], leaving=None)
+
+    def do_node_fault(self, name: str, *faults: str) -> None:
+        """Its status speaks against it; without words no more."""
+        self.faults = {**{n: f for n, f in self.faults.items() if n != name}, **({name: faults} if faults else {})}
+
+    def do_accused(self, name: str, seconds: str) -> None:
+        """Other jobs avoid the node for so long."""
+        self.accused = {**self.accused, name: self.now + timedelta(seconds=float(seconds))}
 
     def do_migrate(self, *indexes: str) -> None:
         """A person wants these pods on other nodes."""

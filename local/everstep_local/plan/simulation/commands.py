@@ -75,6 +75,15 @@ def history(world: World) -> str:
     )
 
 
+def excluded(world: World) -> str:
+    """The nodes that new pods avoid."""
+    return "\n".join(
+        f"avoids {node.name} {'while it says so' if node.until is None else f'until {node.until:%H:%M:%S}'}: "
+        + "; ".join(node.reasons)
+        for node in world.status.excluded_nodes
+    ) or "avoids no node"  # fmt: skip
+
+
 def pods(world: World) -> str:
     return " ".join(sorted(world.pods)) or "none"
 
@@ -91,5 +100,6 @@ COMMANDS: dict[str, Callable[..., str | None]] = {
     "attention": attention,
     "started": started,
     "history": history,
+    "excluded": excluded,
     "pods": pods,
 }

@@ -17,7 +17,7 @@ from everstep_operator.plan.decide import rejections, restart_budget, spares, st
 from everstep_operator.plan.decide.decision import Failed, Publish, RecoveryStart, Wait
 from everstep_operator.plan.outcome import Event, LostWorker
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
-from everstep_operator.plan.state import lost_nodes
+from everstep_operator.plan.state import lost_nodes, suspects
 from everstep_operator.plan.state.facts import Facts
 from everstep_operator.plan.state.losses import Loss
 from everstep_operator.plan.state.world_state import is_awaited
@@ -84,6 +84,7 @@ def _replace(facts: Facts, root: Loss, lost: tuple[Loss, ...], restarts: Restart
     restarts = start_failures.counted(facts.job.status.restarts, restarts, lost)
     restarts = rejections.counted(facts.snapshot.now, restarts, lost)
     restarts = lost_nodes.counted(facts.snapshot.now, restarts, lost)
+    restarts = suspects.counted(facts.snapshot.now, restarts, suspects.of_losses(lost, facts.current))
     # Under c10d the other workers fail because of the first one, so they are not mentioned.
     more = f", and {len(lost) - 1} more" if len(lost) > 1 and not facts.roster.replaces_all else ""
     message = root.sentence + more

@@ -210,6 +210,7 @@ def _count(
         rejected_at=old.rejected_at,
         rejected_by=old.rejected_by,
         lost_nodes=old.lost_nodes,
+        suspect_nodes=old.suspect_nodes,
         spare_failures=old.spare_failures,
         spare_failed_at=old.spare_failed_at,
     )

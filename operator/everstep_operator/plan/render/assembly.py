@@ -34,7 +34,7 @@ from everstep_operator.plan.render import (
 from everstep_operator.plan.render.converge import Convergence
 from everstep_operator.plan.stages import Stage, StageName, staged
 from everstep_operator.plan.state import facts as state
-from everstep_operator.plan.state import roster
+from everstep_operator.plan.state import roster, suspects
 from everstep_operator.plan.state.facts import Facts
 
 
@@ -62,7 +62,7 @@ def render_plan(facts: Facts, decision: Decision) -> Plan:
 def _publish(facts: Facts, change: Publish, wanted_before: int) -> Plan:
     """Publish the roster, and carry it out in the same pass. Pods that it keeps stay untouched."""
     made = _status(facts, change)
-    convergence = converge.converge(facts, made.restarts)
+    convergence = converge.converge(facts, made)
     own_events = (
         *filter(None, (change.event,)),
         *job_events.of_size(change, wanted_before),
@@ -82,8 +82,14 @@ def _publish(facts: Facts, change: Publish, wanted_before: int) -> Plan:
 
 def _keep(facts: Facts, repaired: Repaired | None = None) -> Plan:
     observed = _status(facts, repaired)
-    convergence = converge.converge(facts, observed.restarts)
-    requeue = converge.soonest(facts, convergence.requeue, ready_condition.patience(facts), waits.until_overdue(facts))
+    convergence = converge.converge(facts, observed)
+    requeue = converge.soonest(
+        facts,
+        convergence.requeue,
+        ready_condition.patience(facts),
+        waits.until_overdue(facts),
+        converge.until_forgotten(facts, observed),
+    )
     ready = observed.condition(ConditionType.READY)
     return Plan(
         observed,
@@ -116,6 +122,8 @@ def _status(facts: Facts, change: Publish | Repaired | None = None) -> Status:
     published = change if isinstance(change, Publish) else None
     if published is not None and published.reason is not None:
         verdict = ready_condition.of_change(verdict, published.reason, published.message)
+    restarts = published.restarts if published is not None and published.restarts is not None else None
+    counters = facts.job.status.restarts if restarts is None else restarts
     stored = facts.roster if facts.published is not None and not facts.roster.replaces_all else None
     return job_status.render(
         facts.snapshot,
@@ -125,7 +133,8 @@ def _status(facts: Facts, change: Publish | Repaired | None = None) -> Status:
         ready=facts.ready,
         spares=facts.waiting_spares,
         roster=None if stored is None else roster.to_status(roster.with_started(stored, facts.current)),
-        restarts=published.restarts if published is not None else None,
+        restarts=restarts,
+        excluded_nodes=suspects.excluded(facts.snapshot, counters, creates=bool(converge.missing(facts))),
         recoveries=_recoveries(facts, change),
         refused_since=None if published is not None and _begins_again(facts, published) else waits.refused_since(facts),
     )

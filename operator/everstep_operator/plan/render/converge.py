@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from everstep_operator import object_names
-from everstep_operator.api.status import Restarts
+from everstep_operator.api.status import Restarts, Status
 from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, SetSizes
 from everstep_operator.plan.decide import completion, rejections, restart_budget, spares
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import pods, waits
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import StageName
-from everstep_operator.plan.state import lost_nodes, node_loss, sizing
+from everstep_operator.plan.state import lost_nodes, node_loss, sizing, suspects
 from everstep_operator.plan.state.facts import Facts
 
 # The state of a superseded worker is in the commit log or at its peers, and its accelerators are needed at once.
@@ -45,9 +45,9 @@ class Convergence:
     waits: str = ""
 
 
-def converge(facts: Facts, restarts: Restarts) -> Convergence:
-    """The actions that leave exactly the roster's pods. `restarts`: the counters that the status will have."""
-    snapshot, job = facts.snapshot, facts.job
+def converge(facts: Facts, status: Status) -> Convergence:
+    """The actions that leave exactly the roster's pods. `status`: as it will be written before them."""
+    snapshot, job, restarts = facts.snapshot, facts.job, status.restarts
     actions: dict[StageName, list[Action]] = {StageName.CLEAR: [], StageName.RELEASE: []}
     for superseded in _superseded(facts):
         if (removal := _remove(snapshot, superseded)) is not None:
@@ -58,12 +58,12 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
     if snapshot.service_uid is None and facts.roster.workers:
         service = CreateService(object_names.service_name(job.name), pods.service(job), "workers need host names")
         actions[StageName.NETWORK] = [service]
-    missing = _missing(facts)
+    to_create = missing(facts)
     # No event is sent when a name is free again, or when quota is available.
     retry = Requeue(REFUSED_RETRY, "name taken") if snapshot.name_collisions else None
     if retry is None and snapshot.object_refused is not None:
         retry = Requeue(REFUSED_RETRY, "creates were refused")
-    if not missing:
+    if not to_create:
         return Convergence(actions, retry)
     if (older := waits.older_pods(facts)) is not None:
         again = Requeue(REFUSED_RETRY, "workers of an older spec end")
@@ -72,9 +72,10 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
     if start is not None:
         left = start - snapshot.now
         return Convergence(actions, Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
-    due, held_back = _without_spares(facts, missing, restarts)
+    due, held_back = _without_spares(facts, to_create, restarts)
     nodes = (*rejections.avoided(snapshot.now, restarts), *lost_nodes.avoided(snapshot.now, restarts))
-    avoided = tuple(dict.fromkeys((*nodes, *_left_nodes(facts))))
+    suspected = tuple(node.name for node in status.excluded_nodes)
+    avoided = tuple(dict.fromkeys((*nodes, *_left_nodes(facts), *suspected)))
     actions[StageName.CREATE] = [_create(facts, index, avoided) for index in due[: snapshot.settings.max_pods_per_plan]]
     # This is tried again in every pass, and after a while even without an observed change.
     if retry is not None:
@@ -127,6 +128,12 @@ def soonest(facts: Facts, *requeues: Requeue | None) -> Requeue | None:
     return min(candidates, key=lambda requeue: requeue.after, default=None)
 
 
+def until_forgotten(facts: Facts, status: Status) -> Requeue | None:
+    """When a node is no longer avoided: the status says so from then on."""
+    end = suspects.ends(facts.snapshot.now, status.excluded_nodes)
+    return None if end is None else Requeue(end - facts.snapshot.now, "a node is avoided")
+
+
 def _superseded(facts: Facts) -> list[Superseded]:
     job, roster = facts.job, facts.roster
     current = {p.uid for p in facts.current.values()}
@@ -156,8 +163,8 @@ def _superseded(facts: Facts) -> list[Superseded]:
     return superseded
 
 
-def _missing(facts: Facts) -> list[int]:
-    """Create the workers that have no pod yet. A worker that had started and has no pod is lost: it is created in
+def missing(facts: Facts) -> list[int]:
+    """The workers that have no pod yet, and get one. A worker that had started and has no pod is lost: it is created in
     another incarnation, or not at all."""
     if completion.ends(facts):
         return []
@@ -169,10 +176,10 @@ def _create(facts: Facts, index: int, avoided: Sequence[str]) -> CreatePod:
     incarnation = roster.workers[index].number
     name = roster.name(job.name, index)
     if not roster.replaces_all:
-        body = pods.avoid(pods.agent_pod(job, index, incarnation, settings), avoided)
+        body = pods.avoid(job, pods.agent_pod(job, index, incarnation, settings), avoided)
         return CreatePod(name, index, incarnation, body, f"worker {index}{_not_on(avoided)}")
     round_ = roster.next_incarnation
-    body = pods.avoid(pods.worker_pod(job, index, round_, len(roster.workers), settings), avoided)
+    body = pods.avoid(job, pods.worker_pod(job, index, round_, len(roster.workers), settings), avoided)
     return CreatePod(name, index, incarnation, body, f"worker {index} of round {round_}{_not_on(avoided)}")
 
 

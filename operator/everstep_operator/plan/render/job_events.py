@@ -8,14 +8,14 @@ from everstep_operator.api.status import Status, World
 from everstep_operator.object_names import number_of_workers, resizing
 from everstep_operator.plan.decide.decision import Publish
 from everstep_operator.plan.outcome import Event
-from everstep_operator.plan.render import ready_condition, recovery_record
+from everstep_operator.plan.render import ready_condition, recovery_record, waits
 from everstep_operator.plan.snapshot import Snapshot
 from everstep_operator.plan.state.facts import Facts
 
 
 def of_pass(facts: Facts, observed: Status) -> tuple[Event, ...]:
     """The events of a pass: everything that is new."""
-    return (*_of_capacity(facts, observed), *of_status(facts.snapshot, observed))
+    return (*_of_capacity(facts, observed), *_of_nodes(facts, observed), *of_status(facts.snapshot, observed))
 
 
 def of_size(change: Publish, wanted_before: int) -> tuple[Event, ...]:
@@ -83,6 +83,17 @@ def _of_capacity(facts: Facts, observed: Status) -> tuple[Event, ...]:
     elif begins and attention is not None:
         events.append(Event(EventReason.WORKER_WAITS, attention.message))
     return tuple(events)
+
+
+def _of_nodes(facts: Facts, observed: Status) -> tuple[Event, ...]:
+    """Events of nodes that new pods avoid from now on."""
+    known = {node.name for node in facts.job.status.excluded_nodes}
+    texts = [
+        f"new pods avoid node {node.name} {waits.until(facts, node.until)}: {'; '.join(node.reasons)}"
+        for node in observed.excluded_nodes
+        if node.name not in known
+    ]
+    return tuple(Event(EventReason.NODE_EXCLUDED, text) for text in texts)
 
 
 def _formed(before: World, now: World) -> bool:

@@ -16,6 +16,7 @@ from everstep_operator.api.conditions import ConditionStatus, ConditionType, Fai
 from everstep_operator.api.status import (
     CheckpointStatus,
     Condition,
+    ExcludedNode,
     Failure,
     PeakMemory,
     Progress,
@@ -68,8 +69,10 @@ def render(
     failure: Failure | None = None,
     finished_at: datetime | None = None,
     refused_since: datetime | None = None,
+    excluded_nodes: tuple[ExcludedNode, ...] = (),
 ) -> Status:
-    """The whole status. Values that are not given are those of the observed status; `refused_since` is none then."""
+    """The whole status. Values that are not given are those of the observed status; `refused_since` and
+    `excluded_nodes` are none then."""
     job, old = snapshot.job, snapshot.job.status
     if roster is None and job.spec.rendezvous.backend is not RendezvousBackend.C10D:
         roster = old.roster
@@ -92,6 +95,7 @@ def render(
         progress=_progress(snapshot),
         checkpoint=_checkpoint(snapshot),
         restarts=restarts if restarts is not None else old.restarts,
+        excluded_nodes=excluded_nodes,
         recoveries=recoveries if recoveries is not None else old.recoveries,
         goodput_percent=_goodput(snapshot, finished_at),
         state_seconds=old.state_seconds,

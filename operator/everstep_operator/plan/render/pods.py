@@ -65,11 +65,16 @@ def agent_pod(job: JobView, index: int, incarnation: int, settings: Settings) ->
     return _pod(job, index, incarnation, identity, agent_limits.tuning(job.spec))
 
 
-def avoid(body: dict[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
+def avoid(job: JobView, body: dict[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
     """The pod, which is placed on one of these nodes only if there is no other. A node may be the only one that has
-    what the pod needs, so this is a preference."""
+    what the pod needs, so this is a preference.
+
+    Our own spread is left out then. The scheduler weighs it as much as the preference, and it prefers the node that has
+    just lost its workers; with the score for free resources on top, that node would win."""
     if not nodes:
         return body
+    if not _says_where(job.spec.template.get("spec") or {}):
+        body["spec"].pop("topologySpreadConstraints", None)
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
     spec = body["spec"]
     affinity = spec["affinity"] = dict(spec.get("affinity") or {})

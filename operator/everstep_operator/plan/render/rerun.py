@@ -111,7 +111,7 @@ def _begun(job: JobView) -> Status:
             "refused_since": None,
             "progress": Progress(),
             "checkpoint": old.checkpoint.model_copy(update={"skipped_saves": 0}) if same else CheckpointStatus(url=url),
-            "restarts": Restarts(),
+            "restarts": Restarts(suspect_nodes=old.restarts.suspect_nodes),
             "recoveries": (),
             "failure": None,
         }

@@ -157,6 +157,11 @@ def _moment(facts: Facts, at: datetime | None, word: str = "since") -> str:
     return f" {word} {at:%H:%M:%S} UTC" if today else f" {word} {at:%Y-%m-%d %H:%M:%S} UTC"
 
 
+def until(facts: Facts, at: datetime | None) -> str:
+    """Until when a node is avoided, as a status says it."""
+    return "as long as its status says this" if at is None else _moment(facts, at, "until").lstrip()
+
+
 def waited(facts: Facts, pod: WorkerPod) -> timedelta:
     """How old the pod is."""
     return timedelta(0) if pod.created_at is None else facts.snapshot.now - pod.created_at

@@ -1,4 +1,5 @@
-"""`everstep goodput` and `everstep nodes`: where the time of a job went, and which nodes cost recoveries."""
+"""`everstep goodput` and `everstep nodes`: where the time of a job went, which nodes cost recoveries, and
+which are avoided."""
 
 from __future__ import annotations
 
@@ -59,24 +60,43 @@ def nodes(
     over: Annotated[bool, typer.Option("--ended", help="Also what ended runs left under .everstep.")] = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Which node cost how many recoveries and seconds, by the last ten recoveries of each job."""
+    """Which node cost how many recoveries and seconds, by the last ten recoveries of each job, and which nodes new pods
+    avoid."""
     views, _ = gather(Where(namespace, context, kubeconfig, every=every), over=over)
-    costs = by_node(views)
+    costs = by_node(views, datetime.now(UTC))
     if not costs and output in (Output.TABLE, Output.WIDE):
-        say_error(f"no recovery in the statuses of {len(views)} jobs")
+        say_error(f"no recovery, and no node that is avoided, in the statuses of {len(views)} jobs")
         return
     names = [cost.node for cost in costs if cost.node is not None]
     tables.put(output, [cost.to_json() for cost in costs], names, lambda wide: _nodes(costs, wide))
 
 
 def _nodes(costs: list[NodeCost], wide: bool) -> Table:
-    names = ["NODE", "RECOVERIES", "SECONDS", "LOST STEPS", "CAUSES", "LAST", "WHERE", *(["JOBS"] if wide else [])]
-    table = tables.columns(names, right=names[1:4], wraps=("JOBS",))
+    names = [
+        "NODE",
+        "RECOVERIES",
+        "SECONDS",
+        "LOST STEPS",
+        "CAUSES",
+        "LAST",
+        "AVOIDED",
+        "WHERE",
+        *(["JOBS"] if wide else []),
+    ]
+    table = tables.columns(names, right=names[1:4], wraps=("AVOIDED", "JOBS"))
     for cost in costs:
         causes = ", ".join(f"{cause} {count}" for cause, count in sorted(cost.causes.items()))
         texts = [
             cost.node or "–", str(cost.recoveries), f"{cost.seconds:.1f}", str(cost.lost_steps), causes, cost.last,
-            cost.where, *([", ".join(cost.jobs)] if wide else []),
+            _avoided(cost), cost.where, *([", ".join(dict.fromkeys([*cost.jobs, *cost.excluded_by]))] if wide else []),
         ]  # fmt: skip
         table.add_row(*map(cell, texts))
     return table
+
+
+def _avoided(cost: NodeCost) -> str:
+    if not cost.excluded_by:
+        return "–"
+    number = len(cost.excluded_by)
+    end = f"until {cost.excluded_until}" if cost.excluded_until else "as long as its status says this"
+    return f"by {number} job{'' if number == 1 else 's'} {end}: {'; '.join(cost.reasons)}"
