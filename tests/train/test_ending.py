@@ -77,6 +77,33 @@ def test_scripts_end_closes_the_run_whose_loop_it_has_left(end: str, code: int, 
     assert everstep.load(str(tmp_path / "run")).state["weight"].item() == saved
 
 
+FORKED = f"""
+import os, sys, time, torch, everstep
+{WAIT}
+weight = torch.zeros(1)
+with everstep.start(sys.argv[1], every_steps=2) as run:
+    run.track(weight=weight)
+    for step in run.steps(until=9):
+        with step:
+            weight += 1
+        if run.step == 3:
+            wait()
+            if (child := os.fork()) == 0:
+                sys.exit(0)
+            print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), everstep.load(sys.argv[1]).step)
+        if run.step == 5 and (child := os.fork()):
+            print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_child_that_the_loop_forks_ends_nothing_of_its_parents_run(tmp_path: Path) -> None:
+    """It would save, and speak to the other ranks, by the connections of its parent."""
+    done = play(tmp_path, FORKED)
+    assert (done.returncode, done.stdout) == (0, "child 0 2\nchild 1\n"), done.stderr
+    assert "step 5 in a process that the script has forked (os.fork)" in done.stderr
+    assert everstep.load(str(tmp_path / "run")).state["weight"].item() == 9
+
+
 MODEL = """
 import sys, time, torch, everstep
 {WAIT}
@@ -203,3 +230,27 @@ def test_loop_that_is_left_by_break_is_complete_though_an_error_was_caught_in_it
             if run.step == 2:
                 break
     assert weight.item() == 2
+
+
+TAKEN_BY_HAND = """
+import sys, torch, everstep
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+with everstep.start(sys.argv[1], every_steps=4) as run:
+    run.track(model=model, optimizer=optimizer)
+    steps = run.steps(until=4)
+    while run.step < 4:
+        with next(steps):
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        END
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise ValueError('a plot')", 1)])
+def test_steps_that_are_never_asked_for_their_end_are_dropped_with_pythons(end: str, code: int, tmp_path: Path) -> None:
+    """The interpreter drops what the script's variables hold when it has taken apart half of torch."""
+    done = play(tmp_path, TAKEN_BY_HAND.replace("END", end))
+    assert done.returncode == code, done.stderr
+    assert ("Traceback" in done.stderr, "Exception ignored" in done.stderr) == (code == 1, False), done.stderr

@@ -5,6 +5,7 @@ Invariants: every rank saves, stops and ends at the same step; a step that raise
 
 from __future__ import annotations
 
+import atexit
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from everstep.checkpoint import RngState
-from everstep.contract import exit_codes, refusal, refusal_output, termination
+from everstep.contract import exit_codes, forks, refusal, refusal_output, termination
 from everstep.contract.stamp import Stamp
 from everstep.data.plan.assignment import World as DataWorld
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers
@@ -96,7 +97,22 @@ class Loops:
         self._onces, self._evaluations, self._nesting = once.Onces(), Evaluations(), NestedLoops()
         self._between_steps = BetweenSteps(self._onces, self._evaluations, lambda: self._goal, self._nesting)
         self._feed: Feed | None = None
+        self._is_forked, self._is_abandoned = False, False
+        forks.after_fork(self)
         coordinator.join()
+
+    def forked(self) -> None:
+        """In a child that the script forks: the run, with its connections to other ranks, is its parent's. A child that
+        leaves the loop, as by `sys.exit()`, ends nothing of it."""
+        self._is_forked = True
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """An iterator over steps that is dropped from now on puts nothing back. As Python ends, modules and tensors are
+        half taken apart when it drops what the script's variables hold."""
+        self._is_abandoned = True
+        if self._feed is not None:
+            self._feed.abandon()
 
     @property
     def _rank(self) -> int:
@@ -226,21 +242,25 @@ class Loops:
             log.warning("the run is complete already: its commit has %d steps, of %d", self.step, self._goal)
         self._coordinator.watch()
         self._unmanaged.begin(feed, self._state)
+        atexit.register(self._abandon)
         try:
             with feed if feed is not None else nullcontext():
                 yield world, self._nesting
         except GeneratorExit:
-            self._note_left()
+            if not self._is_abandoned:
+                self._note_left()
             raise
         except (Exception, SystemExit) as e:  # SystemExit stops the process with an exit code that a launcher knows
             self._ended_by = e
             refused_end.stands(e)
             raise
         finally:
-            self._unmanaged.end()
-            self._resharding.end()
-            self._untracked_check.close()
-            self._coordinator.leave()
+            if not self._is_abandoned:
+                atexit.unregister(self._abandon)
+                self._unmanaged.end()
+                self._resharding.end()
+                self._untracked_check.close()
+                self._coordinator.leave()
 
     def _refuse_further_loop(self) -> NoReturn:
         """The script asks for a loop again. One that catches that too, in a loop of its own, would ask for ever."""
@@ -282,6 +302,11 @@ class Loops:
 
     def _end_step(self, step: Step) -> None:
         """The script asks for the next step."""
+        if self._is_forked:
+            raise LoopError(
+                f"step {self.step} in a process that the script has forked (os.fork): the run is its parent's. "
+                "End that process behind its work: os._exit(0)"
+            )
         self._coordinator.check_handler(step.number)
         if step.phase is Phase.DONE:
             self._unmanaged.step_over(step.number)

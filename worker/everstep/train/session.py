@@ -306,6 +306,8 @@ class Run(Loops):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._is_forked:
+            return
         with refused_end.remembered():
             if not early_exit.is_done(error):
                 self._ended_by = self._ended_by or error

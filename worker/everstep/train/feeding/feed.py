@@ -143,6 +143,10 @@ class Feed:
         for loader in self._loaders.values():
             loader.rewind()
 
+    def abandon(self) -> None:
+        """Stop no workers when the block is left: they are of the process that forked this one, or end with it."""
+        self._loaders = {}
+
     def __enter__(self) -> None:
         """The block is the loop over the feed. Behind it the workers end, because the script may go on, also behind an
         error that it has caught, which would keep the loaders' iterators alive. `SystemExit`: a process that ends needs
