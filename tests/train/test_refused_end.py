@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.contract import env
+from everstep.contract import env, error_file
 
 BEGIN = """
 import atexit
@@ -79,7 +79,8 @@ def ends(folder: Path, script: str) -> tuple[subprocess.CompletedProcess[str], l
     done = subprocess.run(
         [sys.executable, str(folder / "train.py"), str(folder / "run")],
         capture_output=True, text=True, timeout=200, check=False,
-        env={"PATH": "/usr/bin:/bin", env.JOB_UID: "u", env.TERMINATION_LOG: str(log)},
+        env={"PATH": "/usr/bin:/bin", env.JOB_UID: "u", env.TERMINATION_LOG: str(log),
+             error_file.PATH: str(folder / "error.json")},
     )  # fmt: skip
     return done, [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -101,6 +102,8 @@ def test_loop_that_catches_its_error_and_asks_again_ends_with_that_error_named(t
     assert [line.split()[1] for line in caught] == ["ValueError", "LoopError", "LoopError"]
     assert "ended in step 0 by an error that the script has caught: ValueError: bad batch" in str(record["error"])
     assert "Take the `try` around the loop away" in done.stderr
+    written = json.loads((tmp_path / "error.json").read_text())  # what the agent says of the process
+    assert "caught: ValueError: bad batch" in written["message"]["message"]
 
 
 @pytest.mark.long

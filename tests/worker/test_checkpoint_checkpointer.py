@@ -296,6 +296,23 @@ def test_save_that_lacks_a_key_of_the_restored_state_is_refused_before_it_takes_
     assert found.step == 1
 
 
+def test_key_that_comes_into_the_state_behind_the_restore_that_left_it_out_is_not_saved(url: str) -> None:
+    """The optimizer of a script that makes it after the restore begins anew at each start, and was saved as trained."""
+    with everstep.Checkpointer(url) as first:
+        first.restore({**state(), "optimizer": {"rate": 0.1}})
+        first.save(1, {**state(), "optimizer": {"rate": 0.1}}).wait(60)
+    with everstep.Checkpointer(url) as late:
+        late.restore(state())
+        with pytest.raises(StateMismatch, match=r"'optimizer' came into the state after restore\(\).*exclude=\["):
+            late.save(2, {**state(), "optimizer": {"rate": 0.3}})
+        late.restore({"optimizer": (optimizer := {"rate": 0.3})})  # the other part of the same commit
+        assert optimizer == {"rate": 0.1}
+        late.save(2, {**state(), "optimizer": optimizer}).wait(60)
+    with everstep.Checkpointer(url) as anew:
+        anew.restore(state(), exclude=["optimizer"])
+        anew.save(3, {**state(), "optimizer": {"rate": 0.3}}).wait(60)
+
+
 def test_saves_that_are_left_out_are_told_of_once_a_save(caplog: pytest.LogCaptureFixture) -> None:
     store = Gate()
     checkpointer = begun(store, every_steps=1)

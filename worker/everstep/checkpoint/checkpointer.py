@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from everstep.checkpoint.errors import CheckpointError, Fenced, NewerCommit, SaveFailed, SettingUnusable
 from everstep.checkpoint.format.layout import save_id
 from everstep.checkpoint.format.manifest import CommitRecord
-from everstep.checkpoint.format.steps import check_order, lost_keys, named_commit, whole_step
+from everstep.checkpoint.format.steps import check_order, lost_keys, named_commit, unrestored_keys, whole_step
 from everstep.checkpoint.handle import Committed, Events, Failed, SaveHandle
 from everstep.checkpoint.keep import Keep, numbers
 from everstep.checkpoint.load.loading import Loader
@@ -181,6 +181,7 @@ class Checkpointer:
         self._restored_id: str | None = None  # the id of the save that was restored last
         self._origin: list[str] = []  # the ids of the saves that have the shards of that commit
         self._keys: frozenset[str] = frozenset()  # the keys of the state that was restored or saved last
+        self._left_out: frozenset[str] = frozenset()  # keys of the restored commit that no restore has asked for
         self._skip_logged = -1  # the save in flight for which a warning was logged that a due save is skipped
         self._late_metrics = LateMetrics(self._store, settings.keep)
         self._last = -1  # the step that this run has saved or restored last
@@ -225,6 +226,9 @@ class Checkpointer:
         self._policy.saved(time.monotonic())
         self._late_metrics.restored(record, ranks.rank)
         self._keys = frozenset(state)
+        left_out = frozenset(self.report.not_taken if chosen.whole else ()) - self._keys
+        again = record is not None and record.save_id == self._restored_id  # as for a model, then for its optimizer
+        self._left_out = left_out & self._left_out if again else left_out
         self._restored_id = None if record is None else record.save_id
         step, n = (None, None) if record is None else (record.step, record.n)
         self._events("restored", step=step, n=n, seconds=time.monotonic() - started)
@@ -316,7 +320,8 @@ class Checkpointer:
             # With a session the marks are the same on all ranks, so there is nothing to agree on.
             holders.agree_on_unions(state, Alone() if self._by_session else ranks)
         torn = self._loader.torn(step, state)
-        problem = writer.fenced or torn or writer.refused or lost_keys(step, self._keys, state)
+        keys = lost_keys(step, self._keys, state) or unrestored_keys(step, self._left_out, state)
+        problem = writer.fenced or torn or writer.refused or keys
         if problem is not None and not holders.unions:
             raise problem
         if problem is None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from everstep.checkpoint import RngState
-from everstep.contract import exit_codes, forks, refusal, refusal_output, termination
+from everstep.contract import error_file, exit_codes, forks, refusal, refusal_output, termination
 from everstep.contract.stamp import Stamp
 from everstep.data.plan.assignment import World as DataWorld
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers
@@ -283,6 +283,7 @@ class Loops:
             )
             refused.__cause__ = error
         if self._further_loops == MOST_FURTHER_LOOPS:
+            error_file.write(refused)
             termination.write_error(refused)
             refusal_output.show(refused)
             raise SystemExit(1) from refused

@@ -51,3 +51,16 @@ def lost_keys(step: int, before: Collection[str], state: Collection[str]) -> Sta
             "Pass the same keys; a part is saved for others by a Checkpointer with another URL"
         )
     return None
+
+
+def unrestored_keys(step: int, left: Collection[str], state: Collection[str]) -> StateMismatch | None:
+    """The complaint about keys whose saved values the restore left out, and that this state has all the same."""
+    if late := sorted(set(left) & set(state)):
+        keys = ", ".join(map(repr, late))
+        return StateMismatch(
+            f"step {step} was not saved: {keys} came into the state after restore(), which has left out what the "
+            f"commit holds of it: the run would go on with new values, and save them in place of the trained ones. "
+            f"Put {keys} into the state before restore(state). To begin it anew on purpose, write restore(state, "
+            f"exclude=[{keys}])"
+        )
+    return None
