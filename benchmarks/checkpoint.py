@@ -16,6 +16,8 @@ Figures, by cell:
   time that making a client takes. `load_over_raw`: bare concurrent reads without any check ÷ our `restore`.
 - `upload_cpu`: CPU seconds of s3fs's `pipe_file` ÷ those of one of our saves, staging and checksums included.
 - `memory`: peak resident memory of two saves beyond what was there before the Checkpointer ÷ the bytes staged.
+- `comparing`: milliseconds of CPU that one rank spends on comparing its state with the others' before a save
+  (`checkpoint_parts/comparing.py`): the Checkpointer's `samples` and `bytes`, and the session's comparison.
 - `--once` is for a state that is larger than the memory for two of it, or than the disk for two checkpoints. `save` is
   of the first save then, which makes its buffers, and `memory` is its peak.
 - `training_cost`, `steps_slower`: what a save takes from the steps beside it; see `checkpoint_parts/training.py`. One
@@ -49,6 +51,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
+from checkpoint_parts import comparing
 from checkpoint_parts.cell import Cell, Measured, Place, TrainingCost, measure, measure_once, seconds, train
 from checkpoint_parts.meter import Joint, middle
 from checkpoint_parts.world import World
@@ -178,7 +181,6 @@ def training_figures(cell: str, t: TrainingCost, n: int) -> list[Figure]:
 
 def main() -> int:
     args = arguments()
-    figures: list[Figure] = []
     samples: dict[str, object] = {}
     if args.once:
         gib = args.gib[0]
@@ -188,6 +190,7 @@ def main() -> int:
             start = partial(World, 1, int(gib * GIB), env, mapped=True)
             measured = measure_once(Cell(where, start, 1, full=False))
         return finish(once_figures(f"disk.1r.{gib:g}gib.once", measured), args)
+    figures = [] if args.only_training else comparing.figures()
     for gib in args.gib:
         for ranks in args.ranks:
             for name in args.store:

@@ -98,6 +98,18 @@ def test_state_that_is_each_ranks_own_is_refused_by_name_and_never_committed(wha
     assert first["latest"] == second["latest"] == 1
 
 
+@pytest.mark.long_but("moments-optimizer")
+@pytest.mark.parametrize(("what", "key"), [("parameters", "model"), ("moments", "optimizer"), ("rate", "optimizer")])
+def test_ranks_that_differ_from_the_third_save_on_make_no_third_commit(what: str, key: str, tmp_path: Path) -> None:
+    # What is compared byte by byte are the saves 1, 2, 4, 8, …
+    (world,) = run(tmp_path / "out", f"drift:2:{tmp_path / 'store'}:what={what}")
+    assert world[0]["steps"] == [2, 1]
+    assert world[0]["texts"][0].startswith(
+        f"{key}: not the same on all 2 ranks (in the save of step 2 they still were), and a commit has one value for "
+        "all: step 3 was not saved"
+    )
+
+
 @pytest.mark.parametrize(("who", "first", "other"), [(1, 3, 4), (0, 4, 3)])
 def test_save_that_one_rank_left_out_is_named_and_no_commit_holds_two_steps(
     who: int, first: int, other: int, tmp_path: Path

@@ -7,7 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +56,92 @@ def test_averaged_parameters_that_differ_are_refused_before_a_save_and_after_the
     first.completed(2, say, last=True)
     with pytest.raises(LoopError, match=r"parameters, model\.weight among .* gradients.*run\.track\(kept=kept\)"):
         second.completed(2, lambda number: number == told[-1], last=True)
+
+
+class World:
+    """Ranks in threads, which compare numbers as a session's ranks do."""
+
+    def __init__(self, size: int) -> None:
+        self._here, self._rows = threading.Barrier(size), dict[int, tuple[int, ...]]()
+        self.size, self.errors = size, dict[int, BaseException]()
+
+    def play(self, each: Callable[[int, Callable[..., Any], Callable[[int], bool]], None]) -> None:
+        def run(rank: int) -> None:
+            def gather(numbers: Sequence[int]) -> list[tuple[int, ...]]:
+                self._rows[rank] = tuple(numbers)
+                self._here.wait(20)
+                rows = [self._rows[r] for r in range(self.size)]
+                self._here.wait(20)
+                return rows
+
+            try:
+                each(rank, gather, lambda number: len(set(gather((number,)))) == 1)
+            except BaseException as e:
+                self.errors[rank] = e
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+
+
+def stepped(rates: Sequence[float], gradients: Sequence[float], starts: Sequence[float]) -> dict[int, BaseException]:
+    """The errors of ranks that make one step each."""
+
+    def each(rank: int, gather: Any, same: Callable[[int], bool]) -> None:
+        model = torch.nn.Linear(2, 1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(starts[rank])
+        optimizer = torch.optim.SGD(model.parameters(), lr=rates[rank])
+        replicas = Replicas({"model": model, "optimizer": optimizer}, [])
+        replicas.begins()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, gradients[rank])
+        optimizer.step()
+        optimizer.zero_grad()
+        replicas.completed(len(rates), same, gather)
+
+    world = World(len(rates))
+    world.play(each)
+    return world.errors
+
+
+@pytest.mark.parametrize(
+    ("rates", "gradients", "starts", "text"),
+    [
+        ([1, 1, 2], [1, 1, 1], [0, 0, 0], "rank 2 apart from the others, though the optimizer stepped with the same"),
+        ([1, 1, 1], [3, 1, 1], [0, 0, 0], "rank 0 apart from the others, as were 2 of the gradients with which"),
+        ([1, 1, 1], [1, 1, 1], [0, 5, 0], "rank 1 apart from the others, different when the step began"),
+        ([1, 2, 3], [1, 1, 1], [0, 0, 0], "on each rank, though the optimizer stepped with the same gradients"),
+    ],
+    ids=["rates", "gradients", "starts", "all"],
+)
+def test_refusal_says_which_ranks_differ_and_since_when(
+    rates: list[float], gradients: list[float], starts: list[float], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = stepped(rates, gradients, starts)
+    assert sorted(errors) == [0, 1, 2]
+    for error in errors.values():
+        assert isinstance(error, LoopError)
+        assert f"model.weight among them (2 of 2, {text}" in str(error)
+    lines = {line for line in caplog.messages if "digest of the parameters when step 1 began" in line}
+    assert {line[:7] for line in lines} == {"rank 0:", "rank 1:", "rank 2:"}
+    assert not any("not noted" in line for line in lines)
+
+
+def test_ranks_that_are_equal_at_a_second_look_may_be_started_again() -> None:
+    def each(rank: int, gather: Any, same: Callable[[int], bool]) -> None:
+        Replicas({"model": model}, []).completed(2, lambda number: same(number) and False, gather)
+
+    model = torch.nn.Linear(2, 1)
+    world = World(2)
+    world.play(each)
+    for error in (world.errors[0], world.errors[1]):
+        assert isinstance(error, LoopError)
+        assert "at a second look all of them held the same" in str(error)
+        assert not error.certain
 
 
 def test_tensors_of_a_tracked_optimizer_are_held_where_a_checkpoint_was_loaded_into_it() -> None:

@@ -162,7 +162,7 @@ def test_failed_save_is_reported_and_the_next_one_works(events: Any, caplog: pyt
     with pytest.raises(SaveFailed, match="403 from now on"):
         handle.wait(30)
     assert [f["step"] for f in events.of("save-failed")] == [1]
-    assert "the save of step 1 failed, training goes on: step 1: 403 from now on" in caplog.text
+    assert "step 1 was not saved: 403 from now on. Training goes on" in caplog.text
     checkpointer.save(2, state(2.0)).wait(30)
     assert value_in(inner) == (2, {2.0})
 

@@ -209,6 +209,33 @@ def differ(root: str, what: str) -> Result:
     return {"outcomes": outcomes, "latest": latest.step if latest else None, **result}
 
 
+def drift(root: str, what: str) -> Result:
+    """Equal ranks save two steps. Then one rank's parameters, its moments or its learning rate become others."""
+    module = network(1)
+    optimizer = torch.optim.Adam(module.parameters())
+    state: State = {"model": module, "optimizer": optimizer}
+    checkpointer = everstep.Checkpointer(root, keep=9)
+    checkpointer.restore(state)
+    texts: list[str] = []
+    for step in (1, 2, 3, 4):
+        for p in module.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        with torch.no_grad():
+            for p in module.parameters() if step == 3 and dist.get_rank() else ():
+                moved = {"parameters": p, "moments": optimizer.state[p]["exp_avg_sq"]}.get(what)
+                if moved is not None:
+                    moved.mul_(1.5)
+        if what == "rate" and step == 3 and dist.get_rank():
+            optimizer.param_groups[0]["lr"] = 0.5
+        try:
+            checkpointer.save(step, state).wait(60)
+        except everstep.checkpoint.StateMismatch as e:
+            texts.append(str(e))
+        dist.barrier()
+    return {"texts": texts, "steps": [found.step for found in checkpointer.list()]}
+
+
 def skip(root: str, who: str) -> Result:
     """One rank leaves out the save of step 3 and goes on: its third save is of another step than the others'."""
     checkpointer = everstep.Checkpointer(root, keep=9, peer_timeout=60)
@@ -461,7 +488,7 @@ def mutate(root: str) -> Result:
 
 
 SCENARIOS: dict[str, Callable[..., Result]] = {
-    "save": save, "load": load, "look": look, "differ": differ, "skip": skip, "thin": thin,
+    "save": save, "load": load, "look": look, "differ": differ, "drift": drift, "skip": skip, "thin": thin,
     "hurried": hurried,
     "left_out": left_out, "load_and_train": load_and_train, "grid": grid, "steps": steps, "restore": restore,
     "diverge": diverge, "mutate": mutate, "apart": apart, "permuted": permuted, "uneven": uneven,

@@ -279,8 +279,9 @@ class Checkpointer:
         `metrics`: numbers that belong to it, such as `{"loss": 2.1}`, for `Keep(best=…)` and `list`; those of rank 0
         count.
 
-        In the 1st, 2nd, 4th, 8th, … save the ranks' states are compared. If they differ nothing is committed, and the
-        next `save` raises `StateMismatch` on rank 0, with the keys that do.
+        The ranks' states are compared: in the 1st, 2nd, 4th, 8th, … save up to 64 MiB, in the others some elements of
+        each tensor. If they differ nothing is committed, and the next `save` raises `StateMismatch` on rank 0, with
+        the keys that do.
         """
         since = None
         if self._by_session or self._trainer in (None, threading.get_ident()):
@@ -330,8 +331,8 @@ class Checkpointer:
         self._sequence, self._last = self._sequence + 1, step  # on every rank alike, whatever becomes of the save
         sequence = self._sequence
         identifier = save_id(self._owner.record.n, self._owner.record.writer, sequence)
-        compares = ranks.world_size > 1 and not self._by_session and not self._sequence & (self._sequence - 1)
-        taken = self._snapshots.take(state, ranks, problem, compares=compares, since=since)
+        compares = ranks.world_size > 1 and not self._by_session
+        taken = self._snapshots.take(state, ranks, problem, turn=sequence if compares else None, since=since)
         at_exit.saves()
         writer.wait_for_room()
         self._policy.saved(time.monotonic())
@@ -496,7 +497,7 @@ class Checkpointer:
             if self._owner.round is None:
                 raise
             self._policy.saved(time.monotonic())  # the next one is not due at once
-            logger.warning("the save of step %d failed, training goes on: %s", step, e)
+            logger.warning("step %d was not saved: %s. Training goes on", step, e)
             self._events("save-failed", step=step, error=str(e))
             return SaveFailed(f"step {step} was not saved: {e}")
 

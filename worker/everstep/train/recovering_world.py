@@ -105,6 +105,7 @@ class RecoveringWorld(Checked):
         due = self._shadow_step is not None and self._shadow_step.is_due(self._reducers.can_renew)
         self._recovery.begin(self._coordinator.step, keep=due)
         self._untracked_check.begins()
+        self._replicas.begins()
         model = None
         if self._shadow_step is not None:
             assert self._recovery.rollback is not None

@@ -210,6 +210,7 @@ class FixedWorld(Checked):
         self._profile_step(self._rank)
         uneven_inputs.step_begins()
         self._untracked_check.begins()
+        self._replicas.begins()
         self._taken += 1
         self._gradients.begin(watched=not self._taken & (self._taken - 1))
         if self._check is not None:

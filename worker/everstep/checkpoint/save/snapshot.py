@@ -25,7 +25,7 @@ from everstep.checkpoint.handle import SaveHandle
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.save.parts import Staged
 from everstep.checkpoint.save.shard import Plan, entries_of, plan_shard, slices
-from everstep.checkpoint.state.alike import digests, digests_of_union
+from everstep.checkpoint.state.alike import digests, digests_of_samples, digests_of_union
 from everstep.checkpoint.state.capture import Captured
 from everstep.checkpoint.state.finite import Checked, Nonfinite
 from everstep.checkpoint.state.holders import Holders, Teams
@@ -369,15 +369,18 @@ class Snapshots:
         self.holders = Holders()
 
     def take(
-        self, state: Mapping[str, Any], ranks: Ranks, problem: CheckpointError | None, *, compares: bool,
+        self, state: Mapping[str, Any], ranks: Ranks, problem: CheckpointError | None, *, turn: int | None,
         since: Versions | None = None,
     ) -> Taken:  # fmt: skip
-        """Take a state apart that has not changed `since`. Raises `problem`, and as `Holders.capture` does."""
+        """Take a state apart that has not changed `since`. `turn`: the save's number among those of this run, if
+        ranks compare. Raises `problem`, and as `Holders.capture` does."""
         captured, teams = self.holders.capture(state, ranks, problem)
         arranged, tensors = self._arranger.arrange(captured, ranks, teams)
         unchanged = since or Versions(captured)
-        if not compares:
+        if turn is None:
             return Taken(captured, arranged, tensors, {}, {}, unchanged)
+        if turn & (turn - 1):
+            return Taken(captured, arranged, tensors, digests_of_samples(state, captured, turn), {}, unchanged)
         of_values, of_unions = digests(state, captured), digests_of_union(state, captured, teams)
         return Taken(captured, arranged, tensors, of_values, of_unions, unchanged)
 

@@ -59,6 +59,7 @@ class Writer:
         self._notes = 0  # how many of them are in the queue
         self._saves: list[SaveHandle] = []  # saves that may still be running
         self.newest: SaveHandle | None = None
+        self._alike: int | None = None  # the step of the newest save in which the ranks' states were the same
         self._thread: threading.Thread | None = None
         self._threads = weakref.WeakSet[threading.Thread]()  # the thread, and earlier ones that may still run
         self._makes_room, self._has_failed = True, False  # whether the next save makes room first, and for a failure
@@ -117,7 +118,7 @@ class Writer:
 
     def leave_out(self, handle: SaveHandle, rank: int, error: SaveFailed, *, newest: bool = True) -> None:
         """End a save as failed before this rank has written it, and tell the others. `newest`: no later save exists."""
-        logger.warning("step %d was not saved, training goes on: %s", handle.step, error)
+        logger.warning("%s. Training goes on", _not_saved(handle.step, error))
         self._events("save-failed", step=handle.step, error=str(error))
         handle.finish(Failed(handle.step, error))
         self._fails(handle.save_id, error)
@@ -237,14 +238,16 @@ class Writer:
             return Written(staged.step)
         parts = gather_parts(self._store, staged, part, self._peer_timeout, self._stop)
         if any(p.digests for p in parts) and (keys := differing([p.digests for p in parts])):
+            equal = f" (in the save of step {self._alike} they still were)" if self._alike is not None else ""
             raise StateMismatch(
-                f"{', '.join(keys)}: not the same on all {len(parts)} ranks, and a commit has one value for all: step "
-                f"{staged.step} was not saved. If the values should be equal, broadcast them. If each rank has its "
-                "own, give an object whose class sets everstep_per_rank = True (everstep.RngState for random "
+                f"{', '.join(keys)}: not the same on all {len(parts)} ranks{equal}, and a commit has one value for "
+                f"all: step {staged.step} was not saved. If the values should be equal, broadcast them. If each rank "
+                "has its own, give an object whose class sets everstep_per_rank = True (everstep.RngState for random "
                 "generators). If each rank holds other names (experts, pipeline stages), mark the object with "
                 "everstep.Union"
             )
         united = self._united(parts)
+        self._alike = staged.step
         shards, entries = merge_parts(parts)
         own, now = self._own, time.time()
         values: dict[str, Json] = {"state": {**staged.values, **united}}
@@ -285,10 +288,16 @@ class Writer:
             self.fenced = error
             self._events("fenced", step=staged.step, error=error)
             return
-        logger.warning("the save of step %d failed, training goes on: %s", staged.step, error)
+        logger.warning("%s. Training goes on", _not_saved(staged.step, error))
         self._events("save-failed", step=staged.step, error=str(error))
         if staged.rank != 0:
             self.give_up(staged.save_id, staged.rank, str(error))
+
+
+def _not_saved(step: int, error: CheckpointError) -> str:
+    """What a log says of a save that failed. Most errors of saves name the step themselves."""
+    text = str(error).removeprefix(f"step {step}: ").rstrip(".")
+    return text if f"step {step} was not saved" in text else f"step {step} was not saved: {text}"
 
 
 def _is_full(error: BaseException) -> bool:

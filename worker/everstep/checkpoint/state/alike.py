@@ -23,6 +23,8 @@ from everstep.torch_private.modules import is_state_dict
 
 BUDGET: Final = 2**26  # bytes that are hashed; in a larger state only the beginning of each tensor is
 LEAST: Final = 2**12  # bytes that are hashed of each tensor, at least
+SAMPLED: Final = 16  # elements of each tensor, where only samples are compared
+MOST_SAMPLED: Final = 100  # tensors of a key of which samples are compared in one save
 
 
 def differing(by_rank: Sequence[Mapping[str, int]]) -> list[str]:
@@ -36,18 +38,63 @@ def digests(state: Mapping[str, Any], captured: Captured) -> dict[str, int]:
     Left out are modules' buffers, the content of sharded tensors, and all tensors of a key that may have buffers which
     cannot be recognized (the `state_dict` of an average of models)."""
     by_key: dict[str, int] = {}
-    listed = {name: t.detach() for name, t in captured.tensors.items() if name not in captured.buffers}
-    whole = {name: t for name, t in listed.items() if not is_sharded(t)}
-    most = bytes_of_each(whole.values())
+    whole = [t for name, t in captured.tensors.items() if name not in captured.buffers and not is_sharded(t)]
+    most = bytes_of_each(whole)
     for key, body in captured.values.items():
         if key in captured.unions:
             continue
         digest = xxhash.xxh3_64(json.dumps(canonical(body), sort_keys=True).encode())
-        for name, tensor in sorted(whole.items() if _is_known(state[key]) else ()):
-            if name == key or name.startswith(f"{key}/"):
-                digest.update(first_bytes(tensor, most))
+        for tensor in _below(key, captured) if _is_known(state[key]) else ():
+            digest.update(first_bytes(tensor, most))
         by_key[key] = digest.intdigest() >> 2
     return by_key
+
+
+def digests_of_samples(state: Mapping[str, Any], captured: Captured, turn: int) -> dict[str, int]:
+    """The same over some elements of some tensors, for a save that must not wait. `turn`: the number of the save, by
+    which each tensor is looked at now and then."""
+    by_key: dict[str, int] = {}
+    for key, body in captured.values.items():
+        if key in captured.unions:
+            continue
+        digest = xxhash.xxh3_64(json.dumps(canonical(_of_few_names(body)), sort_keys=True).encode())
+        for tensor in samples(_below(key, captured, turn)) if _is_known(state[key]) else ():
+            digest.update(first_bytes(tensor, LEAST))
+        by_key[key] = digest.intdigest() >> 2
+    return by_key
+
+
+def _below(key: str, captured: Captured, turn: int | None = None) -> list[torch.Tensor]:
+    """The tensors of a key that all ranks hold whole, without buffers; with a `turn` at most `MOST_SAMPLED`."""
+    tensors, below = captured.tensors, f"{key}/"
+    names = sorted(name for name in tensors if name.startswith(below) or name == key)
+    if turn is not None and names:
+        every = -(-len(names) // MOST_SAMPLED)
+        names = names[turn % every :: every]
+    return [tensors[name].detach() for name in names if name not in captured.buffers and not is_sharded(tensors[name])]
+
+
+def _of_few_names(body: Any) -> Any:
+    """The encoded values of a key, without the names of a module's or an optimizer's tensors: sorting thousands of them
+    takes longer than all else here, and ranks have compared them in earlier saves."""
+    tree = body["tree"]
+    if body["kind"] == "module":
+        return ""
+    return tree["param_groups"] if isinstance(tree, dict) and set(tree) == {"state", "param_groups"} else body
+
+
+def samples(tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
+    """Some elements of each tensor, in few tensors: one for each type and device, and one of each tensor that is no
+    plain row of numbers."""
+    rows: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    others: list[torch.Tensor] = []
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or not tensor.is_contiguous():
+            others.append(tensor.reshape(-1)[:SAMPLED] if layouts.is_dense(tensor) else tensor)
+        elif count := min(SAMPLED, tensor.numel()):
+            row = tensor.as_strided((count,), (tensor.numel() // count,), tensor.storage_offset())
+            rows.setdefault((tensor.dtype, tensor.device), []).append(row)
+    return [*(torch.cat(of_kind) for of_kind in rows.values()), *others]
 
 
 def digests_of_union(state: Mapping[str, Any], captured: Captured, teams: Teams) -> dict[str, int]:

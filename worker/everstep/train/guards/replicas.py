@@ -8,14 +8,18 @@ itself stays equal, and passes. If `DistributedDataParallel` has averaged the gr
 else that differs between ranks, such as a counter that starts again in a new process. Parts made by `fully_shard` or
 FSDP are each rank's own, and are not compared. Buffers that DDP does not broadcast are compared too, and so are tracked
 values and objects that may differ (a replay buffer, a rank's own first loss): after a restart all ranks get those of
-rank 0. This module knows no process group: its caller says how ranks compare a number. Invariant: ranks compare at the
-same steps, and raise together.
+rank 0. In a step that is compared at its end, the parameters at its beginning and the gradients with which the first
+optimizer steps are noted, so that a refusal says since when the ranks differ, and which of them. This module knows no
+process group: its caller says how ranks compare a number. Invariant: ranks compare at the same steps, and raise
+together.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,11 +37,15 @@ from everstep.checkpoint.state.sharding import is_sharded
 from everstep.recovery import digests
 from everstep.recovery.errors import LoopError
 from everstep.recovery.rollback.tracked_objects import ELSEWHERE
+from everstep.recovery.state.optimizers import before_step
 from everstep.recovery.state.randomness import Gather
 from everstep.recovery.state.shape import Shape
 from everstep.torch_private.modules import buffers_of
+from everstep.torch_private.reducers import has_rebuilt_buckets
 from everstep.torch_private.sharded import is_flat
 from everstep.train.guards.remedies import OF_A_RANK
+
+log = logging.getLogger("everstep.train")
 
 BYTES = 2**16  # of each tensor: a drift shows everywhere
 TENSORS = 256
@@ -82,10 +90,32 @@ class Replicas:
         self._names = _names(state)
         self._is_free = is_free
         self._steps, self._compared = 0, -1  # steps of this world: all, and those after which ranks compared last
+        # Of each compared parameter in the present step: a digest at the beginning, and one of its gradient.
+        self._before = list[int]()
+        self._gradients = list[int]()
+        for target in state.values():
+            if isinstance(target, torch.optim.Optimizer):
+                before_step(target, self._updates)
 
     def moved(self) -> None:
         """Tell of a new world, whose members begin with equal parameters."""
         self._steps, self._compared = 0, -1
+
+    def begins(self) -> None:
+        """Begin a step."""
+        self._before, self._gradients = [], []
+        if not (self._steps + 1) & self._steps:
+            self._before = [_digest([p]) for _, p in self._whole]
+
+    def _updates(self, *_: Any) -> None:
+        """An optimizer is about to step."""
+        if self._before and not self._gradients:
+            gradients = (getattr(p, "grad", None) for _, p in self._whole)
+            self._gradients = [0 if gradient is None else _digest([gradient]) for gradient in gradients]
+
+    @property
+    def _whole(self) -> list[tuple[str, torch.Tensor]]:
+        return [*self._own, *self._averaged]
 
     def completed(
         self, world_size: int, same: Callable[[int], bool], gather: Gather | None = None, *, last: bool = False
@@ -115,30 +145,32 @@ class Replicas:
         self._compare_values(of_all)
         if self._shape.readers > size and gather is not None:
             self._compare_shards(gather)
-        if same(_digest(p for _, p in [*self._own, *self._averaged])):
+        if same(_digest(p for _, p in self._whole)):
             self._compared = self._steps
             return
-        differing = self._first_of([*self._own, *self._averaged], same)
+        differing = self._first_of(self._whole, same)
+        since = self._since(gather) if size == 1 and gather is not None else ""
         if any(not ddp.require_backward_grad_sync for ddp in self._parallel):
             raise LoopError(
                 f"after step {self._steps} of this world its {world_size} ranks hold different parameters, {differing} "
-                "among them: the step was taken inside of `with model.no_sync():`, so no gradients were averaged. "
-                "Accelerate's LocalSGD is such a block. A commit would hold the parameters of one rank. Leave LocalSGD "
-                "out (or pass enabled=False), and call the last backward() of a step outside of no_sync()"
+                f"among them{since}: the step was taken inside of `with model.no_sync():`, so no gradients were "
+                "averaged. Accelerate's LocalSGD is such a block. A commit would hold the parameters of one rank. "
+                "Leave LocalSGD out (or pass enabled=False), and call the last backward() of a step outside of "
+                "no_sync()"
             )
         if schedules := self._schedules_apart(same):
             evaluation = "a function of run.evaluate" if self._frees else "an evaluation"
             raise LoopError(
                 f"after step {self._steps} of this world its {world_size} ranks hold different parameters, {differing} "
-                f"among them: {schedules} is in another state on each rank, so the ranks learn at different rates. Its "
-                "step() was given a value that differs between ranks, such as a rank's own loss, or was not called on "
-                f"all. Call it on all ranks with the mean of all, in the step or in {evaluation}: "
+                f"among them{since}: {schedules} is in another state on each rank, so the ranks learn at different "
+                "rates. Its step() was given a value that differs between ranks, such as a rank's own loss, or was not "
+                f"called on all. Call it on all ranks with the mean of all, in the step or in {evaluation}: "
                 "`loss = loss.detach(); dist.all_reduce(loss); loss /= dist.get_world_size()`, then step(loss)"
             )
         if not self._own or same(_digest(p for _, p in self._own)):
             raise LoopError(
                 f"after step {self._steps} of this world its {world_size} ranks hold different parameters, {differing} "
-                "among them, though DistributedDataParallel averages their gradients: "
+                f"among them{since}, though DistributedDataParallel averages their gradients: "
                 "something that training depends on is not the same on all ranks. In a process that replaces a "
                 "lost one the script's own variables have the values of the script's start (a counter that sets a "
                 "learning rate, the best loss so far, a copy of weights): keep them in a dictionary that is tracked, "
@@ -162,10 +194,50 @@ class Replicas:
             )
         raise LoopError(
             f"after step {self._steps} of this world its {world_size} ranks hold different parameters, "
-            f"{differing} among them: their gradients are not averaged. Wrap the module before steps(), "
+            f"{differing} among them{since}: their gradients are not averaged. Wrap the module before steps(), "
             "`model = DistributedDataParallel(model)`, and call the wrapped module, also if the world has one process "
             "now and may grow later; or average the gradients in each step"
         )
+
+    def _since(self, gather: Gather) -> str:
+        """Which ranks differ, and since when, in brackets for a refusal; the log has a line for each rank. Raises a
+        `LoopError` that is not certain if the ranks turn out to be equal. Collective."""
+        after = [_digest([p]) for _, p in self._whole]
+        phases = (self._before, self._gradients, after)
+        rows = gather((*map(len, phases), all(map(has_rebuilt_buckets, self._parallel))))
+        if any(length not in (0, len(after)) for row in rows for length in row[:3]) or len({r[:3] for r in rows}) > 1:
+            return ""  # ranks have other parameters, or not all of them have stepped
+        by_rank = gather([number for phase in phases for number in phase])
+        first, second = len(phases[0]), len(phases[0]) + len(phases[1])
+        before = [row[:first] for row in by_rank]
+        gradients = [row[first:second] for row in by_rank]
+        now = [row[second:] for row in by_rank]
+        for rank, (*digests_of_rank, row) in enumerate(zip(before, gradients, now, rows, strict=True)):
+            log.error(
+                "rank %d: digest of the parameters when step %d began: %s; of the gradients with which the first "
+                "optimizer stepped: %s; of the parameters now: %s; DDP's buckets laid out by arrival: %s",
+                rank, self._steps, *map(_short, digests_of_rank), "yes" if row[3] else "no",
+            )  # fmt: skip
+        differing = _columns_apart(now)
+        if not differing:
+            raise LoopError(
+                f"after step {self._steps} of this world its ranks were found to hold different parameters, and at a "
+                "second look all of them held the same. Something writes into parameters between two steps, or a "
+                "comparison failed. The log has each rank's digests; please report it with them",
+                certain=False,
+            )
+        most, count = Counter(now).most_common(1)[0]
+        odd = [str(rank) for rank, row in enumerate(now) if row != most]
+        who = f"rank{'s'[: len(odd) - 1]} {', '.join(odd)} apart from the others" if count > 1 else "on each rank"
+        if _columns_apart(before):
+            when = ", different when the step began"
+        elif gradients[0] and (apart := _columns_apart(gradients)):
+            when = f", as were {apart} of the gradients with which the optimizer stepped"
+        elif gradients[0]:
+            when = ", though the optimizer stepped with the same gradients: its settings differ, as a learning rate may"
+        else:
+            when = ""
+        return f" ({differing} of {len(after)}, {who}{when})"
 
     def _compare_shards(self, gather: Gather) -> None:
         """Compare the replicas shard by shard."""
@@ -275,6 +347,15 @@ def _digest(tensors: Iterable[torch.Tensor]) -> int:
         if not is_lazy(tensor):
             digest.update(first_bytes(digests.local(tensor), BYTES))
     return digest.intdigest() >> 1
+
+
+def _columns_apart(by_rank: Sequence[Sequence[int]]) -> int:
+    """At how many places the ranks' numbers differ."""
+    return sum(len(set(column)) > 1 for column in zip(*by_rank, strict=True))
+
+
+def _short(numbers: Sequence[int]) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(tuple(numbers)).encode())[:8] if numbers else "not noted"
 
 
 def _parts_that_differ(key: str, target: Any, same: Callable[[int], bool]) -> list[tuple[str, Any]]:
