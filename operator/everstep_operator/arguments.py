@@ -1,8 +1,7 @@
 """The command line of `everstep-operator`. All arguments are checked here, before anything is contacted.
 
 Every setting of the environment is a flag too. Outside of a pod the cluster and the namespace of the Lease have to be
-named. An operator acts on all jobs of a cluster, and two operators with Leases in two namespaces would not know of each
-other.
+named. Two operators with Leases in two namespaces do not know of each other: no namespace may be watched by both.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """The parser of the flags. `environ` is used only to show present values in the help text."""
     p = argparse.ArgumentParser(
         prog="everstep-operator",
-        description="Runs TrainingJobs of one Kubernetes cluster until it is stopped. In a pod it uses the pod's "
-        "service account; elsewhere give --kubeconfig or --context, and --namespace.",
+        description="Runs TrainingJobs of one Kubernetes cluster, or of some of its namespaces, until it is stopped. "
+        "In a pod it uses the pod's service account; elsewhere give --kubeconfig or --context, and --namespace.",
         epilog="Each setting can be given as the variable in brackets, too; a flag wins.",
         allow_abbrev=False,  # a flag that is added later must not change the meaning of a shortened one
     )

@@ -25,11 +25,11 @@ from everstep_operator.controller.pod_events import PodEvents
 from everstep_operator.controller.reconcile import Reconciler
 from everstep_operator.controller.record import Recorder
 from everstep_operator.controller.report_receiver import ReportReceiver
-from everstep_operator.endpoint import auth, server
+from everstep_operator.endpoint import auth, server, signed_tokens, token_reviews
 from everstep_operator.endpoint.callers import Caller, Callers
 from everstep_operator.endpoint.report_endpoint import ReportEndpoint
 from everstep_operator.endpoint.token_claims import PodIdentity
-from everstep_operator.endpoint.token_reviews import IdentityCache, authenticator
+from everstep_operator.endpoint.token_reviews import IdentityCache
 from everstep_operator.endpoint.token_signatures import SigningKeys
 from everstep_operator.kube.clients import Clients, connected
 from everstep_operator.kube.errors import CredentialsError
@@ -95,6 +95,8 @@ class Operator:
             rng=rng,
             relisted=metrics.relisted,
             network_policies=settings.job_network_policies,
+            namespaces=settings.watch_namespaces,
+            nodes=settings.read_nodes,
         )
         self.leader_probe = LeaderProbe(lambda: self.elector.other_holder_address())  # noqa: PLW0108 - the elector is made below, with this probe
         self.elector = LeaderElector(
@@ -173,10 +175,15 @@ class Operator:
             on_report(caller.identity, report)
 
         callers = Callers(self.caches.pods, self.caches.jobs, clients.callers)
+        keys = SigningKeys(clients.callers.signing_keys, monotonic=clock.monotonic)
         self._identities = IdentityCache(
-            authenticator(clients.callers),
+            token_reviews.authenticator(clients.callers)
+            if settings.review_tokens
+            else signed_tokens.authenticator(
+                clients.callers, keys, settings.watch_namespaces, lambda: clock.now().timestamp()
+            ),
             audience=labels.TOKEN_AUDIENCE,
-            keys=SigningKeys(clients.callers.signing_keys, monotonic=clock.monotonic),
+            keys=keys,
             monotonic=clock.monotonic,
             exists=callers.exists,
         )
@@ -204,12 +211,10 @@ class Operator:
         page = self.page or contextlib.nullcontext()
         async with self.probes, self.server, page, asyncio.TaskGroup() as group:
             log.info("serving", extra={"host": self._settings.host or "all", **self._ports()})
-            for informer in self.caches.all():
-                group.create_task(informer.run())
+            group.create_task(self.caches.run())
             group.create_task(self._measure())
             group.create_task(self.leaderless.run())
-            for informer in self.caches.all():
-                await informer.wait_synced()
+            await self.caches.wait_synced()
             self._synced()
             # A replica leads only with full caches: a leader that sees no pods would take all of them for lost.
             group.create_task(self.elector.run())
@@ -266,7 +271,10 @@ class Operator:
 
 async def _serve(invocation: Invocation, traces: Traces | None) -> None:
     settings, clock, metrics = invocation.settings, SystemClock(), Metrics()
-    async with connected(invocation.cluster.source, WRITES.total, metrics.api_request) as clients:
+    namespaces = max(1, len(settings.watch_namespaces))
+    async with connected(
+        invocation.cluster.source, WRITES.total, metrics.api_request, namespaces=namespaces
+    ) as clients:
         send = (lambda _trace: None) if traces is None else traces.send
         task = asyncio.create_task(Operator(clients, settings, metrics, clock, on_recovery=send).run())
         loop = asyncio.get_running_loop()
@@ -274,8 +282,18 @@ async def _serve(invocation: Invocation, traces: Traces | None) -> None:
             loop.add_signal_handler(number, task.cancel)
         log.info(
             "operator starts",
-            extra={"identity": settings.identity, "namespace": settings.namespace, "cluster": str(invocation.cluster)},
+            extra={
+                "identity": settings.identity,
+                "namespace": settings.namespace,
+                "watches": ", ".join(settings.watch_namespaces) or "all namespaces",
+                "cluster": str(invocation.cluster),
+            },
         )
+        if not settings.read_nodes:
+            log.warning(
+                "nodes are not read: workers of a lost node are replaced when Kubernetes deletes their pods (after "
+                "five minutes, unless the template tolerates less), and none is moved off a node that leaves"
+            )
         with contextlib.suppress(asyncio.CancelledError):
             await task
         log.info("operator stops")

@@ -7,6 +7,7 @@ wrong value names the flag or variable.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from everstep_operator.errors import TerminalError
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 PREFIX = "EVERSTEP_"
+MAX_NAMESPACES = 32  # each has five watches, and so many connections
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 class SettingsError(TerminalError):
@@ -54,6 +57,22 @@ VARIABLES = (
         "EVERSTEP_JOB_NETWORK_POLICIES",
         "whether each job gets a NetworkPolicy, by which only its own pods reach its workers",
         "false",
+        ("true", "false"),
+    ),
+    Variable(
+        "EVERSTEP_WATCH_NAMESPACES",
+        f"namespaces whose jobs are run, separated by commas, at most {MAX_NAMESPACES}; empty: all of the cluster",
+    ),
+    Variable(
+        "EVERSTEP_READ_NODES",
+        "whether nodes are watched, so that workers of a lost one are replaced, and those of one that leaves are moved",
+        "true",
+        ("true", "false"),
+    ),
+    Variable(
+        "EVERSTEP_REVIEW_TOKENS",
+        "whether the API server reviews workers' tokens; false: their signatures and pods are looked at",
+        "true",
         ("true", "false"),
     ),
     Variable("EVERSTEP_LEASE_SECONDS", "seconds until another replica takes over from a dead leader, 3 to 120", "6"),
@@ -118,6 +137,9 @@ class OperatorSettings:
     workers: int
     log_level: str
     page_port: int | None = None  # None: there is no page
+    watch_namespaces: tuple[str, ...] = ()  # whose jobs are run; empty: all
+    read_nodes: bool = True
+    review_tokens: bool = True
 
     @property
     def identity(self) -> str:
@@ -139,11 +161,11 @@ class OperatorSettings:
                 f"{sources.source_of('EVERSTEP_LOG_LEVEL')}: {level!r} is not {', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
             )
 
-        policies = sources.text("EVERSTEP_JOB_NETWORK_POLICIES", defaults["EVERSTEP_JOB_NETWORK_POLICIES"])
-        if policies not in ("true", "false"):
-            raise SettingsError(
-                f"{sources.source_of('EVERSTEP_JOB_NETWORK_POLICIES')}: {policies!r} is neither true nor false"
-            )
+        def switch(name: str) -> bool:
+            text = sources.text(name, defaults[name])
+            if text not in ("true", "false"):
+                raise SettingsError(f"{sources.source_of(name)}: {text!r} is neither true nor false")
+            return text == "true"
 
         def number(name: str, low: int, high: int) -> int:
             text = sources.text(name, defaults[name])
@@ -160,9 +182,26 @@ class OperatorSettings:
             probe_port=number("EVERSTEP_PROBE_PORT", 0, 65535),
             report_url=sources.text("EVERSTEP_REPORT_URL"),
             checkpoint_url_prefixes=tuple(p.strip() for p in prefixes.split(",") if p.strip()),
-            job_network_policies=policies == "true",
+            job_network_policies=switch("EVERSTEP_JOB_NETWORK_POLICIES"),
             lease_seconds=number("EVERSTEP_LEASE_SECONDS", 3, 120),
             workers=number("EVERSTEP_WORKERS", 1, 1024),
             log_level=level.upper(),
             page_port=number("EVERSTEP_PAGE_PORT", 0, 65535) if sources.text("EVERSTEP_PAGE_PORT") else None,
+            watch_namespaces=_namespaces(sources),
+            read_nodes=switch("EVERSTEP_READ_NODES"),
+            review_tokens=switch("EVERSTEP_REVIEW_TOKENS"),
         )
+
+
+def _namespaces(sources: Sources) -> tuple[str, ...]:
+    name = "EVERSTEP_WATCH_NAMESPACES"
+    names = tuple(dict.fromkeys(n.strip() for n in sources.text(name).split(",") if n.strip()))
+    for each in names:
+        if _NAMESPACE.fullmatch(each) is None:
+            raise SettingsError(f"{sources.source_of(name)}: {each!r} is no name of a namespace")
+    if len(names) > MAX_NAMESPACES:
+        raise SettingsError(
+            f"{sources.source_of(name)}: {len(names)} namespaces are too many: give at most {MAX_NAMESPACES}, or none, "
+            "which means all of the cluster"
+        )
+    return names

@@ -546,6 +546,20 @@ def test_doctor_says_what_a_cluster_lacks(jobs: Jobs, tmp_path: Path) -> None:
         assert seen["operator"][1].startswith(f"{jobs.namespace}/everstep: 0 of 2 ready")
         assert seen["leader"][0] is False
         assert seen["leader"][1].startswith("gone, renewed ")
+        watching = [{"name": "EVERSTEP_WATCH_NAMESPACES", "value": f"team-a,{jobs.namespace}"}]
+        containers["containers"][0]["env"] = [*watching, {"name": "EVERSTEP_READ_NODES", "value": "false"}]
+        jobs.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=json.dumps(body))
+        _, seen = look(everything)
+        assert "reads no nodes" in seen["operator"][1]
+        watching[0]["value"] = "team-a,team-b"
+        jobs.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=json.dumps(body))
+        _, seen = look(everything)
+        assert seen["operator"] == (
+            False,
+            f"{jobs.namespace}/everstep is for team-a,team-b alone; none acts on jobs of {jobs.namespace}: add it to "
+            "watchNamespaces of one of their releases",
+        )
+        assert seen["leader"] == (None, "no operator, so no leader")
         shown = plain.invoke(main.app, ["version", "--kubeconfig", str(everything)]).output
         assert f"operator registry.example/operator:1 in namespace {jobs.namespace}" in shown
     finally:

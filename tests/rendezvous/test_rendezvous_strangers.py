@@ -23,6 +23,7 @@ from everstep.membership.errors import StoreRefused, StoreUnavailable
 from everstep.membership.world_state import Whole
 from everstep_operator.kube.resources import PODS
 from everstep_operator.main import JOBS
+from everstep_operator.runtime.informers import EVERYWHERE
 from support.rendezvous.agents import LIMIT, QUICK, until
 from support.rendezvous.operator_server import OperatorServer, Pod
 from support.rendezvous.strangers import STRANGERS, Stranger, answer
@@ -140,7 +141,7 @@ def test_pod_whose_job_is_not_known_yet_is_asked_to_come_again(operators: Operat
     until(lambda: caches.pods.get("default", pod.name) is not None)
     kept = caches.jobs.get(*job.key)
     assert kept is not None
-    operators.loop.call_soon_threadsafe(caches.jobs._cache._drop, job.key)
+    operators.loop.call_soon_threadsafe(caches.jobs.of(EVERYWHERE)._cache._drop, job.key)
     until(lambda: caches.jobs.get(*job.key) is None)
     store: HttpStore = operators.store(pod)
     with pytest.raises(StoreUnavailable, match=r"503: .*TrainingJob digits is not known at the moment"):

@@ -42,3 +42,26 @@ def test_prefixes_are_split_and_trimmed() -> None:
 def test_wrong_value_is_refused_by_the_name_of_its_variable(name: str, value: str) -> None:
     with pytest.raises(SettingsError, match=f"{name}: '{value}' is not"):
         OperatorSettings.from_env({name: value})
+
+
+def test_namespaces_are_split_and_each_counts_once() -> None:
+    settings = OperatorSettings.from_env({"EVERSTEP_WATCH_NAMESPACES": " team-a, team-b ,,team-a"})
+    assert settings.watch_namespaces == ("team-a", "team-b")
+    assert OperatorSettings.from_env({}).watch_namespaces == (), "all"
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("Team", "'Team' is no name of a namespace"),
+        (",".join(f"n{i}" for i in range(33)), "33 namespaces are too many"),
+    ],
+)
+def test_namespaces_that_cannot_be_watched_are_refused(value: str, why: str) -> None:
+    with pytest.raises(SettingsError, match=f"--watch-namespaces: {why}"):
+        OperatorSettings.from_env({}, {"EVERSTEP_WATCH_NAMESPACES": value})
+
+
+def test_switch_that_is_neither_true_nor_false_is_refused() -> None:
+    with pytest.raises(SettingsError, match="EVERSTEP_READ_NODES: 'no' is neither true nor false"):
+        OperatorSettings.from_env({"EVERSTEP_READ_NODES": "no"})

@@ -65,7 +65,10 @@ Ignore
 Honor
 {{- else -}}
 {{- $free := 0 -}}
-{{- $nodes := (lookup "v1" "Node" "" "").items | default list -}}
+{{- $nodes := list -}}
+{{- if include "everstep.hasClusterRole" . -}}
+{{- $nodes = (lookup "v1" "Node" "" "").items | default list -}}
+{{- end -}}
 {{- range $nodes -}}
 {{- $kept := 0 -}}
 {{- range .spec.taints | default list -}}
@@ -81,19 +84,100 @@ Honor
 {{- end -}}
 {{- end }}
 
+{{- /* What the operator does with jobs and their objects: cluster-wide, or in each namespace that it watches. */ -}}
+{{- define "everstep.jobRules" -}}
+- apiGroups: [everstep.dev]
+  resources: [trainingjobs]
+  verbs: [get, list, watch, delete] # delete: ttlSecondsAfterFinished
+- apiGroups: [everstep.dev]
+  resources: [trainingjobs/status]
+  verbs: [patch]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, create, delete]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [get, list, watch, create, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, delete]
+{{- if and .Values.networkPolicy.enabled .Values.networkPolicy.jobs }}
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, delete]
+{{- end }}
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [get, create, update] # the rendezvous document of a job, by its name; they are never listed
+- apiGroups: [events.k8s.io]
+  resources: [events]
+  # get and patch: repeated events are counted in one object; list: why a pod's volumes do not mount
+  verbs: [get, list, create, patch]
+{{- end -}}
+
+{{- /* Of objects that no namespace keeps apart: releases that watch namespaces may have one name. */ -}}
+{{- define "everstep.clusterName" -}}
+{{- if .Values.watchNamespaces }}{{ .Release.Namespace }}-{{ end }}{{ include "everstep.fullname" . }}
+{{- end -}}
+
+{{- define "everstep.clusterLabels" -}}
+everstep.dev/watches: {{ ternary "namespaces" "cluster" (gt (len .Values.watchNamespaces) 0) }}
+{{ include "everstep.labels" . }}
+{{- end -}}
+
+{{- /* Empty: all rights are in Roles, and whoever installs needs none outside of the namespaces. */ -}}
+{{- define "everstep.hasClusterRole" -}}
+{{- if or (not .Values.watchNamespaces) .Values.clusterRole.readNodes .Values.clusterRole.reviewTokens .Values.page.enabled -}}
+true
+{{- end -}}
+{{- end -}}
+
 {{- /*
-One operator acts on all jobs of a cluster, and replicas of two releases in two namespaces would hold two Leases: each
-would act on every job. Helm shows the cluster to `helm install` and `helm upgrade` only.
+Two operators that both act on a job would undo each other's work. One of the whole cluster is alone; those that watch
+namespaces share none, and each has a namespace of its own for its Lease. Helm shows the cluster to `helm install` and
+`helm upgrade` only, and fails where the person may not look: so a release without a ClusterRole looks at RoleBindings of
+its own namespaces alone, and does not see an operator of the whole cluster.
 */ -}}
 {{- define "everstep.refuseSecond" -}}
+{{- if include "everstep.hasClusterRole" . -}}
 {{- range (lookup "rbac.authorization.k8s.io/v1" "ClusterRoleBinding" "" "").items | default list -}}
-{{- $labels := .metadata.labels | default dict -}}
-{{- $release := get $labels "app.kubernetes.io/instance" -}}
-{{- if and (eq (get $labels "app.kubernetes.io/name") $.Chart.Name) (eq (get $labels "app.kubernetes.io/component") "operator") -}}
-{{- range .subjects -}}
-{{- if not (and (eq $release $.Release.Name) (eq .namespace $.Release.Namespace)) -}}
-{{- fail (printf "this cluster has an operator already, release %s in namespace %s, and two would both act on each job: upgrade that one, or uninstall it first (helm uninstall %s -n %s; its CRD and jobs stay)" $release .namespace $release .namespace) -}}
+{{- if ne (get (.metadata.labels | default dict) "everstep.dev/watches") "namespaces" -}}
+{{- include "everstep.refuseOther" (dict "root" $ "binding" . "what" "acts on the jobs of all namespaces") -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if .Values.watchNamespaces -}}
+{{- range .Values.watchNamespaces -}}
+{{- range (lookup "rbac.authorization.k8s.io/v1" "RoleBinding" . "").items | default list -}}
+{{- if hasSuffix "-jobs" .metadata.name -}}
+{{- include "everstep.refuseOther" (dict "root" $ "binding" . "what" (printf "acts on the jobs of namespace %s" .metadata.namespace)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range (lookup "rbac.authorization.k8s.io/v1" "RoleBinding" .Release.Namespace "").items | default list -}}
+{{- if hasSuffix "-leader" .metadata.name -}}
+{{- include "everstep.refuseOther" (dict "root" $ "binding" . "what" "has this namespace's Lease") -}}
+{{- end -}}
+{{- end -}}
+{{- else -}}
+{{- range (lookup "rbac.authorization.k8s.io/v1" "RoleBinding" "" "").items | default list -}}
+{{- if hasSuffix "-jobs" .metadata.name -}}
+{{- include "everstep.refuseOther" (dict "root" $ "binding" . "what" (printf "acts on the jobs of namespace %s" .metadata.namespace)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* `binding`: of the account of an operator, by its labels. */ -}}
+{{- define "everstep.refuseOther" -}}
+{{- $root := .root -}}
+{{- $what := .what -}}
+{{- $labels := .binding.metadata.labels | default dict -}}
+{{- $release := get $labels "app.kubernetes.io/instance" -}}
+{{- if and (eq (get $labels "app.kubernetes.io/name") $root.Chart.Name) (eq (get $labels "app.kubernetes.io/component") "operator") -}}
+{{- range .binding.subjects -}}
+{{- if not (and (eq $release $root.Release.Name) (eq .namespace $root.Release.Namespace)) -}}
+{{- fail (printf "this cluster has an operator already, release %s in namespace %s, which %s, and two would both act on each job: upgrade that one, or uninstall it first (helm uninstall %s -n %s; its CRD and jobs stay)" $release .namespace $what $release .namespace) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

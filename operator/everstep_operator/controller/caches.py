@@ -1,16 +1,22 @@
-"""The informers of one replica, and the indexes by which they are read."""
+"""The informers of one replica, and the indexes by which they are read.
+
+Invariant: a job is known only when everything else of its namespace is. A pass over a job whose pods are not listed yet
+would take all of them for lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from everstep.contract import labels
 from everstep_operator.controller import fleet
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.resources import NETWORK_POLICIES, NODES, PDBS, PODS, SERVICES, Resource
 from everstep_operator.kube.wire import (
+    KubeObject,
     NetworkPolicy,
     Node,
     Pod,
@@ -21,20 +27,25 @@ from everstep_operator.kube.wire import (
 )
 from everstep_operator.runtime.clock import Clock
 from everstep_operator.runtime.informer import Informer
+from everstep_operator.runtime.informers import EVERYWHERE, Informers
 from everstep_operator.runtime.randomness import Random
 
 BY_OWNER, BY_NODE = "owner", "node"  # of pods
 SUSPECT = "suspect"  # of nodes against which their status speaks, and of jobs whose losses speak against nodes
 
 
+T = TypeVar("T", bound=KubeObject)
+
+
 @dataclass(frozen=True, slots=True)
 class Caches:
-    jobs: Informer[Unstructured]
-    pods: Informer[Pod]
-    services: Informer[Service]
-    nodes: Informer[Node]
-    budgets: Informer[PodDisruptionBudget]
-    policies: Informer[NetworkPolicy] | None  # None: jobs have none, and the operator has no right to list them
+    namespaces: tuple[str, ...]  # that are watched; empty: all
+    jobs: Informers[Unstructured]
+    pods: Informers[Pod]
+    services: Informers[Service]
+    nodes: Informer[Node] | None  # None: the operator has no right to list them
+    budgets: Informers[PodDisruptionBudget]
+    policies: Informers[NetworkPolicy] | None  # None: jobs have none, and the operator has no right to list them
 
     @classmethod
     def of(
@@ -46,30 +57,74 @@ class Caches:
         rng: Random,
         relisted: Callable[[str], None],
         network_policies: bool = False,
+        namespaces: tuple[str, ...] = (),
+        nodes: bool = True,
     ) -> Caches:
-        """`relisted`: see `Informer`."""
+        """`relisted`: see `Informer`. `nodes`: whether they are read."""
         # A label of our own domain: other tools rewrite app.kubernetes.io/managed-by. All versions of the operator set
         # both. Whose an object is, its owner says (`_owner`).
         ours = labels.JOB_UID
         common: dict[str, Any] = {"clock": clock, "rng": rng, "relisted": relisted}
         of_pods = {BY_OWNER: _owner, BY_NODE: _node}
+
+        def informers(resource: Resource[T], **more: Any) -> Informers[T]:
+            return Informers(namespaces, lambda name: Informer(client, resource, namespace=name, **more, **common))
+
         return cls(
-            jobs=Informer(client, jobs, indexers={SUSPECT: _accuses}, **common),
-            pods=Informer(client, PODS, label_selector=ours, indexers=of_pods, **common),
-            services=Informer(client, SERVICES, label_selector=ours, **common),
-            nodes=Informer(client, NODES, indexers={SUSPECT: _is_suspect}, **common),
-            budgets=Informer(client, PDBS, label_selector=ours, **common),
-            policies=Informer(client, NETWORK_POLICIES, label_selector=ours, **common) if network_policies else None,
+            namespaces=namespaces,
+            jobs=informers(jobs, indexers={SUSPECT: _accuses}),
+            pods=informers(PODS, label_selector=ours, indexers=of_pods),
+            services=informers(SERVICES, label_selector=ours),
+            nodes=Informer(client, NODES, indexers={SUSPECT: _is_suspect}, **common) if nodes else None,
+            budgets=informers(PDBS, label_selector=ours),
+            policies=informers(NETWORK_POLICIES, label_selector=ours) if network_policies else None,
         )
 
-    def all(self) -> tuple[Informer[Any], ...]:
-        optional = () if self.policies is None else (self.policies,)
-        return (self.jobs, self.pods, self.services, self.nodes, self.budgets, *optional)
+    async def run(self) -> None:
+        """Keep all of them until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            if self.nodes is not None:
+                group.create_task(self.nodes.run())
+            for namespace in self._watched():
+                group.create_task(self._run_in(namespace))
+
+    async def _run_in(self, namespace: str | None) -> None:
+        *others, jobs = self._of(namespace)
+        async with asyncio.TaskGroup() as group:
+            for informer in others:
+                group.create_task(informer.run())
+            for informer in others:
+                await informer.wait_synced()
+            group.create_task(jobs.run())
+
+    async def wait_synced(self) -> None:
+        """Return when this replica may lead. A namespace whose lists are refused, as that of a team which has left,
+        keeps it from no other: its jobs are known from when they can be listed."""
+        if self.nodes is not None:
+            await self.nodes.wait_synced()
+        for namespace in self._watched():
+            for informer in self._of(namespace):
+                await (informer.wait_synced() if namespace is EVERYWHERE else informer.wait_answered())
+                if informer.is_refused:
+                    break
 
     def waiting(self) -> str | None:
         """Which lists have not come yet; None if this replica is ready."""
-        names = [informer.plural for informer in self.all() if not informer.has_synced]
-        return f"waits for the first list of {', '.join(names)}" if names else None
+        lists = [] if self.nodes is None or self.nodes.has_synced else [self.nodes.plural]
+        for namespace in self._watched():
+            missing = [i for i in self._of(namespace) if not i.has_synced]
+            if namespace is EVERYWHERE or not any(informer.is_refused for informer in missing):
+                lists += [i.plural if namespace is EVERYWHERE else f"{i.plural} in {namespace}" for i in missing]
+        return f"waits for the first list of {', '.join(lists)}" if lists else None
+
+    def _watched(self) -> tuple[str | None, ...]:
+        return tuple(sorted(self.namespaces)) or (EVERYWHERE,)
+
+    def _of(self, namespace: str | None) -> Iterator[Informer[Any]]:
+        """Those of one namespace; that of jobs is the last one."""
+        for informers in (self.pods, self.services, self.budgets, self.policies, self.jobs):
+            if informers is not None:
+                yield informers.of(namespace)
 
 
 def _accuses(job: Unstructured) -> tuple[str, ...]:

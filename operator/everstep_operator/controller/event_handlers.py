@@ -37,7 +37,8 @@ class EventHandlers:
         caches.budgets.add_handler(self._owned)
         if caches.policies is not None:
             caches.policies.add_handler(self._owned)
-        caches.nodes.add_handler(self._node)
+        if caches.nodes is not None:
+            caches.nodes.add_handler(self._node)
 
     def _job(self, delta: Delta[Unstructured]) -> None:
         if isinstance(delta, Deleted):

@@ -142,6 +142,12 @@ def node_view(node: Node) -> NodeView:
     )
 
 
+def unread_node(name: str) -> NodeView:
+    """A node that this operator may not read. Nothing is known against it, so no worker is lost or moved because of it:
+    Kubernetes itself deletes the pods of a node that is silent, after their tolerations."""
+    return NodeView(name, NodeHealth.READY)
+
+
 def disruption_budget_view(budget: PodDisruptionBudget, job_uid: str) -> DisruptionBudgetView | None:
     """The view of a disruption budget; None if it is not this job's."""
     if controller_uid(budget.metadata) != job_uid:

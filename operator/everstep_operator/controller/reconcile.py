@@ -299,16 +299,22 @@ class Reconciler:
 
     def _fleet(self, job: JobView) -> Fleet:
         """All nodes are looked at only if anything speaks against one of them."""
-        faulty = self._caches.nodes.by_index(SUSPECT, SUSPECT)
+        nodes = self._caches.nodes
+        if nodes is None:
+            return Fleet()
+        faulty = nodes.by_index(SUSPECT, SUSPECT)
         self._accusers.read(self._clock.now(), self._caches.jobs.by_index(SUSPECT, SUSPECT))
         accused = self._accusers.against(job.uid)
         if not (faulty or accused or job.status.restarts.suspect_nodes):
             return Fleet()
-        return fleet.of(job.spec.template, self._caches.nodes.list(), faulty, accused)
+        return fleet.of(job.spec.template, nodes.list(), faulty, accused)
 
     def _nodes_of(self, pods: tuple[WorkerPod, ...]) -> dict[str, NodeView]:
-        wanted = {p.node for p in pods if p.node}
-        cached = ((name, self._caches.nodes.get("", name)) for name in sorted(wanted))
+        wanted = sorted({p.node for p in pods if p.node})
+        nodes = self._caches.nodes
+        if nodes is None:
+            return {name: observe.unread_node(name) for name in wanted}
+        cached = ((name, nodes.get("", name)) for name in wanted)
         return {name: observe.node_view(node) for name, node in cached if node is not None}
 
     async def _refuse(self, obj: Unstructured, memory: _JobMemory, error: SpecError) -> Result:
@@ -359,7 +365,8 @@ class Reconciler:
             if memory.status is not None and not is_finished(memory.status) and self._is_present(key, memory.uid)
         ]
         nodes = sorted({pod.spec.node_name for pod in self._caches.pods.list() if pod.spec.node_name})
-        self._node_losses.keep({*nodes, *(node.metadata.name for node in self._caches.nodes.list())})
+        known = self._caches.nodes.list() if self._caches.nodes is not None else ()
+        self._node_losses.keep({*nodes, *(node.metadata.name for node in known)})
         return ClusterFigures(
             tuple(
                 figures.of_job(*key, status, memory.progress, memory.recoveries, now)

@@ -22,6 +22,7 @@ from everstep_operator.endpoint.connections import connection_of
 from everstep_operator.endpoint.tenant_limits import Rates, Shares
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache, TokenRefusal, TooManyChecks
+from everstep_operator.endpoint.token_signatures import KeysUnknown
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.runtime.fair_queueing import FairQueue, Flow
 from everstep_operator.telemetry.metrics import ReportResult
@@ -173,7 +174,7 @@ class RequestAuth:
                 identity = await self._identities.identify(token.strip())
         except TooManyChecks as e:
             return later(str(e), ReportResult.BUSY)
-        except (KubeError, TimeoutError) as e:
+        except (KubeError, KeysUnknown, TimeoutError) as e:
             if self._is_news(e):
                 log.warning("cannot check the tokens of workers", extra={"reason": self._unchecked})
             return later("the token cannot be checked at the moment", ReportResult.UNAVAILABLE)

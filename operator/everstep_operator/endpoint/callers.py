@@ -17,7 +17,7 @@ from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import KubeError, NotFound
 from everstep_operator.kube.resources import PODS
 from everstep_operator.kube.wire import Pod, Unstructured, controller_uid
-from everstep_operator.runtime.informer import Informer
+from everstep_operator.runtime.informers import Informers
 from everstep_operator.worker_pods import Key, WorkerLabels, owner_key, worker_labels
 
 MAX_LOOK_UPS = 8  # requests for pods at once
@@ -58,7 +58,7 @@ class Caller:
 class Callers:
     """`client` is used only for a calling pod that the caches do not know."""
 
-    def __init__(self, pods: Informer[Pod], jobs: Informer[Unstructured], client: KubeClient) -> None:
+    def __init__(self, pods: Informers[Pod], jobs: Informers[Unstructured], client: KubeClient) -> None:
         self._pods, self._jobs, self._client = pods, jobs, client
         self._look_ups = asyncio.Semaphore(MAX_LOOK_UPS)
 

@@ -39,10 +39,11 @@ class ClaimsRefused(TerminalError):
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """`key_id` names the signing key according to the token; empty if it names none."""
+    """`key_id` names the signing key according to the token; empty if it names none. `expires`: seconds since 1970."""
 
     pod: PodIdentity
     key_id: str
+    expires: float = 0.0
 
 
 class _Header(msgspec.Struct):
@@ -64,6 +65,7 @@ class _Payload(msgspec.Struct):
     aud: str | Annotated[list[str], msgspec.Meta(max_length=MAX_AUDIENCES)]
     sub: Annotated[str, msgspec.Meta(max_length=600)]
     kubernetes: _Kubernetes = msgspec.field(name="kubernetes.io")
+    exp: float = 0.0
 
 
 _HEADER = msgspec.json.Decoder(_Header)
@@ -89,7 +91,7 @@ def read_claims(token: str, audience: str) -> Claims:
     if not payload.sub.startswith(f"system:serviceaccount:{namespace}:"):
         raise ClaimsRefused("the token's subject is no service account of its pod's namespace")
     bound = payload.kubernetes.pod
-    return Claims(PodIdentity(namespace, bound.name, bound.uid), header.kid)
+    return Claims(PodIdentity(namespace, bound.name, bound.uid), header.kid, payload.exp)
 
 
 def _bytes(part: str) -> bytes:

@@ -1,6 +1,7 @@
 """Checks a token's signature by the API server's public keys, so that a forged token costs no request.
 
-A good signature is not enough: a TokenReview follows, because only that shows that the pod was deleted. A token with an
+A good signature is not enough: a TokenReview follows, because only that shows that the pod was deleted (or what
+`signed_tokens` looks at, where there is none). A token with an
 unknown key is neither accepted nor refused here, and possibly outdated keys refuse no token: the API server may sign
 with a key that this replica has not read yet, even under the id of an older one. So if a signature is bad and the keys
 are older than `RETRY`, the token waits until they are read again, and is judged by the new ones. Invariants: the keys
@@ -20,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from everstep_operator.endpoint.token_claims import Claims
+from everstep_operator.errors import RetryableError
 from everstep_operator.kube.errors import Forbidden, KubeError
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ FRESH = 300.0  # seconds after which the keys are read again
 RETRY = 10.0  # seconds between readings that are caused by an unknown key, a bad signature or a failure
 # No symmetric algorithms, because a public set has no such keys; a fixed list, because PyJWT may add algorithms.
 ALGORITHMS = frozenset({"RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"})
+
+
+class KeysUnknown(RetryableError):
+    """No key is at hand by which a signature could be judged."""
 
 
 class Proof(Enum):
@@ -73,6 +79,16 @@ class SigningKeys:
         # If the reading failed, the old keys refuse no token: the review decides.
         return Proof.FORGED if self._refuses(claims.key_id) and not self._are_old() else Proof.UNKNOWN
 
+    async def verify(self, token: str, claims: Claims) -> bool:
+        """Whether the cluster has signed the token. Raises KeysUnknown if that cannot be judged at the moment."""
+        proof = await self.prove(token, claims)
+        if proof is Proof.UNKNOWN:  # the keys are read for the first time, or again for this token
+            await self.ready()
+            proof = await self.prove(token, claims)
+        if proof is Proof.UNKNOWN and (self._are_old() or not self._is_complete(claims.key_id)):
+            raise KeysUnknown(self._failure or "the API server's signing keys were not read since this token arrived")
+        return proof is Proof.SIGNED
+
     async def ready(self) -> None:
         """Return when a reading in progress has ended."""
         if self._reading is not None:
@@ -90,6 +106,9 @@ class SigningKeys:
         """Whether every key that may have this id was tried."""
         named = self._keys.get(key_id, _NONE)
         return bool(named.keys) and named.complete
+
+    def _is_complete(self, key_id: str) -> bool:
+        return self._keys.get(key_id, _NONE).complete
 
     def _are_old(self) -> bool:
         return self._monotonic() - self._keys_at >= RETRY

@@ -17,6 +17,7 @@ from everstep_operator.kube.credentials import Source
 from everstep_operator.kube.transport import ClientLimits, HttpKubeClient, OnAnswer
 
 LEASE, WATCHES, CALLERS, ROUNDS, PAGE = 2, 16, 48, 32, 4  # connections
+WATCHES_OF_NAMESPACE = 5  # jobs, pods, services, budgets, network policies
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,11 @@ class Clients:
 
 
 @asynccontextmanager
-async def connected(source: Source, writes: int, on_answer: OnAnswer | None = None) -> AsyncIterator[Clients]:
-    """Clients over HTTP. `writes`: how many writes of jobs are under way at a time, at most."""
+async def connected(
+    source: Source, writes: int, on_answer: OnAnswer | None = None, *, namespaces: int = 1
+) -> AsyncIterator[Clients]:
+    """Clients over HTTP. `writes`: how many writes of jobs are under way at a time, at most. `namespaces`: how many are
+    watched, each by watches of its own."""
     async with AsyncExitStack() as stack:
 
         async def client(connections: int) -> HttpKubeClient:
@@ -49,7 +53,7 @@ async def connected(source: Source, writes: int, on_answer: OnAnswer | None = No
 
         yield Clients(
             lease=await client(LEASE),
-            watches=await client(WATCHES),
+            watches=await client(WATCHES + (namespaces - 1) * WATCHES_OF_NAMESPACE),
             callers=await client(CALLERS),
             rounds=await client(ROUNDS),
             jobs=await client(writes),

@@ -19,7 +19,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from everstep_operator.kube.backoff import Backoff
 from everstep_operator.kube.client import KubeClient
-from everstep_operator.kube.errors import ConnectionFailed, Gone, KubeError, Operation, StreamBroken
+from everstep_operator.kube.errors import ConnectionFailed, Forbidden, Gone, KubeError, Operation, StreamBroken
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import KubeObject
 from everstep_operator.runtime.cache import Added, Cache, Delta, Indexer
@@ -76,7 +76,7 @@ class Informer(Generic[T]):
         self._relisted = relisted
         self._cache: Cache[T] = Cache(indexers)
         self._handlers: list[Handler[T]] = []
-        self._synced = asyncio.Event()
+        self._synced, self._answered = asyncio.Event(), asyncio.Event()
         self._failures = 0
         self._stale_lists = 0
         self._last_event_at = 0.0
@@ -92,8 +92,17 @@ class Informer(Generic[T]):
         """Whether the first list has arrived."""
         return self._synced.is_set()
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the first list has not arrived because this account may not list the resource. It is tried again."""
+        return not self.has_synced and isinstance(self._last_error, Forbidden)
+
     async def wait_synced(self) -> None:
         await self._synced.wait()
+
+    async def wait_answered(self) -> None:
+        """Return when the first list has arrived, or was refused for want of a right."""
+        await self._answered.wait()
 
     def get(self, namespace: str, name: str) -> T | None:
         """The cached object; None if it does not exist (cluster-scoped: `namespace=""`)."""
@@ -137,6 +146,7 @@ class Informer(Generic[T]):
             self._relisted(self._resource.plural)
         self._emit(self._cache.replace(listed))
         self._synced.set()
+        self._answered.set()
         log.debug("listed", extra={"resource": self._resource.plural, "objects": len(self._cache)})
 
     async def _watch(self) -> None:
@@ -193,10 +203,17 @@ class Informer(Generic[T]):
         log.log(
             level,
             "informer interrupted",
-            extra={"resource": self._resource.plural, "error": str(error), "retry_in_s": round(delay, 3)},
+            extra={
+                "resource": self._resource.plural,
+                **({} if self._namespace is None else {"namespace": self._namespace}),
+                "error": str(error),
+                "retry_in_s": round(delay, 3),
+            },
         )
         self._failures += 1
         self._last_error = error
+        if self.is_refused:
+            self._answered.set()
         await self._clock.sleep(delay)
 
     def _emit(self, deltas: tuple[Delta[T], ...]) -> None:

@@ -71,10 +71,9 @@ async def of_all_namespaces(place: Place) -> AsyncIterator[ClientSession]:
     clock = SystemClock()
     caches = Caches.of(place.client, JOBS, clock=clock, rng=random.random, relisted=lambda _: None)
     listener = page_server(caches, place.client, clock, "127.0.0.1", 0)
-    watching = [asyncio.create_task(informer.run()) for informer in caches.all()]
+    watching = asyncio.create_task(caches.run())
     try:
-        for informer in caches.all():
-            await informer.wait_synced()
+        await caches.wait_synced()
         async with (
             Operators(place).run(),
             listener,
@@ -82,7 +81,7 @@ async def of_all_namespaces(place: Place) -> AsyncIterator[ClientSession]:
         ):
             yield session
     finally:
-        await cancel(*watching)
+        await cancel(watching)
 
 
 def bearer(token: str) -> dict[str, str]:

@@ -73,7 +73,7 @@ class Stage:
 
     def _synced(self) -> None:
         assert self.operator is not None
-        self.synced.append(all(i.has_synced for i in (self.operator.caches.jobs, self.operator.caches.pods)))
+        self.synced.append(self.operator.caches.waiting() is None)
 
     @asynccontextmanager
     async def operating(self, settings: OperatorSettings = SETTINGS) -> AsyncGenerator[Operator, None]:

@@ -52,9 +52,7 @@ def pod_body(
 
 async def start(operator: Operator, group: asyncio.TaskGroup) -> None:
     """Everything but its server, which listens already, and its planner. Returns with full caches."""
-    for informer in operator.caches.all():
-        group.create_task(informer.run())
-    for informer in operator.caches.all():
-        await informer.wait_synced()
+    group.create_task(operator.caches.run())
+    await operator.caches.wait_synced()
     group.create_task(operator.elector.run())
     group.create_task(operator.leader_probe.run())

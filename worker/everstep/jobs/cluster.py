@@ -223,9 +223,9 @@ class Cluster:
             f"{verb.replace('-', ' ')}: only on this machine; a cluster's nodes and its operator serve others too"
         )
 
-    def deployments(self, selector: str) -> list[Object]:
-        """Those of all namespaces with these labels."""
-        return self._list("/apis/apps/v1", "deployments", every=True, labelSelector=selector)
+    def deployments(self, selector: str, *, every: bool = True) -> list[Object]:
+        """Those with these labels, of all namespaces or of this one."""
+        return self._list("/apis/apps/v1", "deployments", every=every, labelSelector=selector)
 
     def items(self, path: str) -> list[Object]:
         """Those of one page, at this path."""

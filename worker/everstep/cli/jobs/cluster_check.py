@@ -10,12 +10,13 @@ from email.utils import parsedate_to_datetime
 from everstep.contract import labels
 from everstep.jobs.cluster import JOBS_API, Cluster
 from everstep.jobs.source import JobError, Unreachable
-from everstep.jobs.view import condition, moment
+from everstep.jobs.view import Object, condition, moment
 
 OLDEST = (1, 30)  # of Kubernetes
 CLOCK_SECONDS = 5.0  # between this machine and the API server: times in answers have whole seconds
 LEASE_SECONDS = 60.0  # since the leader's last renewal; its term is shorter
 LEASES_API = "/apis/coordination.k8s.io/v1"
+WATCHED = "EVERSTEP_WATCH_NAMESPACES"  # of an operator: whose jobs it runs; empty or not set: all
 OPERATOR = "app.kubernetes.io/name=everstep,app.kubernetes.io/component=operator"
 # What the commands do: verb, group, resource, subresource.
 RIGHTS = (
@@ -78,24 +79,57 @@ def _crd(cluster: Cluster) -> tuple[bool, str]:
     return True, f"{labels.KIND} {labels.API_VERSION} is served"
 
 
+def _operators(cluster: Cluster) -> list[Object]:
+    """The Deployments of operators; those of this namespace where the account may not look further."""
+    try:
+        return cluster.deployments(OPERATOR)
+    except Unreachable:
+        if not (here := cluster.deployments(OPERATOR, every=False)):
+            raise  # others may be there
+        return here
+
+
+def _setting(deployment: Object, name: str) -> str:
+    """The value of a variable of the operator's container; empty without one."""
+    containers = deployment["spec"]["template"]["spec"]["containers"]
+    variables = (each for container in containers for each in container.get("env") or ())
+    return next((str(each.get("value") or "") for each in variables if each.get("name") == name), "")
+
+
+def _acts_here(cluster: Cluster, deployment: Object) -> bool:
+    watched = _setting(deployment, WATCHED)
+    return not watched or cluster.namespace in watched.split(",")
+
+
 def _operator(cluster: Cluster) -> tuple[bool, str]:
-    deployments = cluster.deployments(OPERATOR)
+    deployments = _operators(cluster)
     if not deployments:
         return False, "no operator is installed: jobs are stored, and nothing happens to them"
     texts, good = [], True
     for each in deployments:
-        ready, wanted = int(each["status"].get("readyReplicas", 0)), int(each["spec"].get("replicas", 1))
         meta = each["metadata"]
-        texts.append(f"{meta['namespace']}/{meta['name']}: {ready} of {wanted} ready")
+        name = f"{meta['namespace']}/{meta['name']}"
+        if not _acts_here(cluster, each):
+            texts.append(f"{name} is for {_setting(each, WATCHED)} alone")
+            continue
+        ready, wanted = int(each["status"].get("readyReplicas", 0)), int(each["spec"].get("replicas", 1))
+        texts.append(f"{name}: {ready} of {wanted} ready")
         good = good and ready > 0
         if ready == 0:
             reason = condition(each["status"], "Available").get("message", "")
             texts[-1] += f" ({reason}); kubectl -n {meta['namespace']} describe deploy {meta['name']}"
-    return good and len(deployments) == 1, "; ".join(texts)
+        if _setting(each, "EVERSTEP_READ_NODES") == "false":
+            texts[-1] += ", reads no nodes (chart value clusterRole.readNodes): a lost one is noticed after minutes"
+    acting = sum(_acts_here(cluster, each) for each in deployments)
+    if acting == 0:
+        texts.append(f"none acts on jobs of {cluster.namespace}: add it to watchNamespaces of one of their releases")
+    if acting > 1:
+        texts.append(f"each acts on jobs of {cluster.namespace}, and undoes the others' work: uninstall all but one")
+    return good and acting == 1, "; ".join(texts)
 
 
 def _leader(cluster: Cluster) -> tuple[bool | None, str]:
-    namespaces = {each["metadata"]["namespace"] for each in cluster.deployments(OPERATOR)}
+    namespaces = {each["metadata"]["namespace"] for each in _operators(cluster) if _acts_here(cluster, each)}
     for namespace in sorted(namespaces):
         for lease in cluster.items(f"{LEASES_API}/namespaces/{namespace}/leases"):
             spec = lease.get("spec") or {}
