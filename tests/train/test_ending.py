@@ -104,6 +104,31 @@ def test_child_that_the_loop_forks_ends_nothing_of_its_parents_run(tmp_path: Pat
     assert everstep.load(str(tmp_path / "run")).state["weight"].item() == 9
 
 
+AWAY = """
+import os, sys, torch, everstep
+weight = torch.zeros(1)
+with everstep.start(sys.argv[1], every_steps=2) as run:
+    run.track(weight=weight)
+    for step in run.steps(until=4):
+        with step:
+            weight += 1
+        if run.step == 3:
+            os.rename(sys.argv[1], sys.argv[1] + "-away")
+"""
+
+
+def test_run_whose_last_step_cannot_be_saved_ends_with_the_cause_and_goes_on_later(tmp_path: Path) -> None:
+    done = play(tmp_path, AWAY)
+    assert done.returncode == 1, done.stderr
+    said = done.stderr.rstrip().rpartition("\n")[2]
+    assert "the last step, 4, could not be committed: file:///" in said
+    assert "Bring it back" in said
+    (tmp_path / "run-away").rename(tmp_path / "run")
+    done = play(tmp_path, AWAY.replace("run.step == 3", "False"))
+    assert done.returncode == 0, done.stderr
+    assert everstep.load(str(tmp_path / "run")).state["weight"].item() == 4
+
+
 MODEL = """
 import sys, time, torch, everstep
 {WAIT}

@@ -42,6 +42,7 @@ class SaveSchedule:
         self.in_session = InSession(checkpointer)
         self._by_time = SavePolicy(every_seconds, None, time.monotonic())
         self._restored: int | None = None
+        self.failure: Exception | None = None  # of the newest save that was waited for
         self._handle: SaveHandle | None = None
         self._wanted = -1  # the newest step that was to be saved
         self._committed = -1  # the newest step that is known to be committed
@@ -195,10 +196,12 @@ class SaveSchedule:
         is called meanwhile, and raises if the peers that the save needs are gone."""
         if self._handle is None:
             return self._restored == step
+        self.failure = None
         try:
             outcome = _wait(self._handle, seconds, check)
         except (CheckpointError, TimeoutError) as e:
             log.warning("step %d is not saved: %s", self._handle.step, e)
+            self.failure = e
             return False
         return isinstance(outcome, Committed | Written) and outcome.step == step
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from everstep.checkpoint import Checkpointer, Fenced, SaveFailed, StateMismatch
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.state.divided import by_parts
-from everstep.contract import env, termination
+from everstep.contract import env, error_file, termination
 from everstep.instruments import listener
 from everstep.instruments.live_profile import LiveProfile
 from everstep.recovery.announcements import AnnouncedRound, Announcements
@@ -326,7 +326,11 @@ class StepCoordinator:
         self._agreement.finish()
         with _exit_codes():
             if self._schedule is not None and save and not self._save_now(lambda: None):
-                raise SaveFailed(f"the last step, {step}, could not be committed")
+                failure = self._schedule.failure
+                raise SaveFailed(
+                    f"the last step, {step}, could not be committed: {failure or 'another rank names the cause'}. "
+                    "Started again, the run goes on from its newest commit"
+                ) from failure
         self.close()
         self.live_profile.close()
         self._reporter.done()
@@ -409,6 +413,7 @@ def _exit_codes() -> Iterator[None]:
     try:
         yield
     except (Fenced, StoreUnusable) as error:
+        error_file.write(error)
         termination.write_error(error)
         print(f"everstep: {error}", file=sys.stderr)  # noqa: T201  its last line
         raise SystemExit(error.exit_code) from error
