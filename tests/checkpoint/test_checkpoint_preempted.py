@@ -23,7 +23,10 @@ dist.init_process_group("gloo")
 rank, folder = dist.get_rank(), Path(sys.argv[1])
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-checkpointer = everstep.Checkpointer(every_seconds=1e6)
+def on_event(kind, **fields):
+    if kind == "committed" and "LEAVES" in os.environ:
+        os._exit(3)
+checkpointer = everstep.Checkpointer(every_seconds=1e6, on_event=on_event)
 state = {"model": model, "optimizer": optimizer}
 first = checkpointer.restore(state) or 0
 (folder / f"first-{rank}").write_text(str(first))
@@ -85,6 +88,30 @@ def test_all_ranks_save_the_step_in_which_one_is_asked_to_stop(tmp_path: Path, w
         agent = start(tmp_path, environ)
         assert agent.wait(90) == 0, (tmp_path / "log").read_text()
         assert (tmp_path / "first-0").read_text() == str(step)
+    finally:
+        agent.kill()
+        agent.wait()
+
+
+@pytest.mark.timeout(240)
+def test_rank_whose_rank_0_has_gone_behind_the_commit_says_that_it_exists(tmp_path: Path) -> None:
+    """Rank 0 leaves as soon as it knows, and a busy machine may drop its last message."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environ = {
+        "EVERSTEP_CHECKPOINT_URL": str(tmp_path / "commits"), "EVERSTEP_CHECKPOINT_ON_PREEMPTION": "1",
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "LEAVES": "1",
+    }  # fmt: skip
+    agent = start(tmp_path, environ)
+    try:
+        until_step(tmp_path, 1, 20, agent)
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGTERM)
+        agent.wait(60)
+        assert (tmp_path / "end-1").exists(), (tmp_path / "log").read_text()
+        step, committed, code = json.loads((tmp_path / "end-1").read_text())
+        assert (committed, code) == (True, 86), (tmp_path / "log").read_text()
+        from everstep import load  # noqa: PLC0415
+
+        assert load(str(tmp_path / "commits"), only=["model"]).step == step
     finally:
         agent.kill()
         agent.wait()

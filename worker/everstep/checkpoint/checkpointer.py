@@ -39,7 +39,7 @@ from everstep.checkpoint.save.writer import Writer
 from everstep.checkpoint.state.capture import capture
 from everstep.checkpoint.state.finite import Nonfinite
 from everstep.reporting.stop_signal import Preempted, StopSignal
-from everstep.storage import ObjectStore, RetryableError
+from everstep.storage import ObjectStore, RetryableError, StorageError
 
 # --- lifetime
 # How long a Checkpointer can be used: in the process that has its thread, until it is closed.
@@ -300,8 +300,12 @@ class Checkpointer:
         committed = False
         with contextlib.suppress(CheckpointError, TimeoutError):
             committed = isinstance(handle.wait(self._stop.remaining()), Committed)
-        with contextlib.suppress(RuntimeError):  # a rank that is gone already
+        try:
             committed = ranks.from_first(bytes([committed])) == b"\x01"  # rank 0 commits
+        except RuntimeError:  # rank 0 is gone already: it may have left behind its commit
+            with contextlib.suppress(CheckpointError, StorageError):
+                newest = self.latest()
+                committed = newest is not None and newest.save_id == handle.save_id
         error = Preempted(handle.step, committed)
         self._stop.leave(error)
         logger.warning("%s", error)
