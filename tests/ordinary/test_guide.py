@@ -39,7 +39,10 @@ def test_extras_that_the_guide_installs_are_there() -> None:
 
 @pytest.mark.long_but("Random seeds")
 @pytest.mark.parametrize("title", [*KILLS, *CONTRACT])
-def test_example_whose_rank_is_killed_ends_as_the_undisturbed_one(title: str, tmp_path: Path) -> None:
+def test_example_whose_rank_is_killed_ends_as_the_undisturbed_one(
+    title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERSTEP_STRICT", "1")  # no example carries a name that is not tracked
     (text,) = blocks(CONTRACT.get(title, GUIDE), title)
     check_kills(tmp_path, text, KILLS.get(title, ("0@5:backward", "6:optimizer")))
 

@@ -17,6 +17,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,6 +260,24 @@ def test_what_cannot_be_read_is_named_and_nothing_is_too_much(heaps: Read) -> No
     kinds = {name.partition(" (")[2].rstrip(")") for name in unread}
     assert kinds >= {"sqlite3.Connection", "re.finditer", "torch.utils.data.sampler.BatchSampler.__iter__"}
     assert beyond == []
+
+
+def test_names_of_pythons_own_are_no_state_of_a_library(tmp_path: Path) -> None:
+    """A script with a text of documentation names `__doc__`, which each class of a library has that is imported late."""
+    from everstep.train.guards.elsewhere import named_by_script  # noqa: PLC0415 - torch
+
+    script = tmp_path / "documented.py"
+    script.write_text('''"""A script."""\nimport sys\nclock = 1\nprint(__doc__)\nframe = sys._getframe()\n''')
+    made = types.ModuleType("documented")
+    made.__file__ = str(script)
+    sys.modules["documented"] = made
+    try:
+        exec(compile(script.read_text(), str(script), "exec"), vars(made))
+        named = named_by_script(made.frame)
+    finally:
+        del sys.modules["documented"]
+    assert "clock" in named
+    assert not [name for name in named if name.startswith("__")]
 
 
 def test_reading_keeps_none_of_the_frames_that_it_reads() -> None:

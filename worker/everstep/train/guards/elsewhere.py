@@ -54,13 +54,15 @@ def set_on_objects(frame: types.FrameType | None) -> frozenset[str]:
 
 
 def named_by_script(frame: types.FrameType | None) -> frozenset[str]:
-    """The globals, attributes and keys that the script's text names, in all of its modules."""
+    """The globals, attributes and keys that the script's text names, in all of its modules. Python's own are left out:
+    a text of documentation names `__doc__`, which each class of a library has that a step imports."""
     texts = [text for _, text in _texts(frame, _others(frame, []))]
     while frame is not None:
         module = sys.modules.get(str(frame.f_globals.get("__name__")))
         texts += [_text_of(module)] if module is not None and is_script(frame.f_code.co_filename) else []
         frame = frame.f_back
-    return frozenset[str]().union(*(text.read | text.set | text.texts for text in texts))
+    names = frozenset[str]().union(*(text.read | text.set | text.texts for text in texts))
+    return frozenset(name for name in names if not is_special(name))
 
 
 def _of_torch() -> Iterator[tuple[str, Any]]:
