@@ -1,5 +1,5 @@
-"""`everstep rehearse` that is told to end leaves no process and no folder behind; one that is killed, no process, and
-the next one removes its folder."""
+"""`everstep rehearse` that is told to end leaves no process behind, and a folder only for what was found by then; one
+that is killed leaves no process, and the next one removes its folder."""
 
 from __future__ import annotations
 
@@ -86,6 +86,25 @@ def test_rehearsal_that_ends_leaves_nothing_behind(
         rehearsal.kill()
         for pid in processes_of(tmp_path):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_folder_of_an_interrupted_rehearsal_stays_where_a_run_has_found_something(
+    found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from everstep.cli import rehearse  # noqa: PLC0415 - torch
+    from everstep.rehearse import findings  # noqa: PLC0415 - torch
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kind = findings.Kind.TRACKED if found else findings.Kind.WRITTEN
+    monkeypatch.setattr(findings, "find", lambda _: [findings.Finding(kind, (), "the model differs")])
+    monkeypatch.setattr(rehearse, "_show", lambda *_: None)
+    folder, runs = Folder(), [object()]
+    with pytest.raises(SystemExit), rehearse._shown_if_interrupted(folder, tmp_path, runs, 0.0):  # type: ignore[arg-type]
+        raise SystemExit(143)
+    folder.leave(keep=folder.kept)
+    assert folder.path.exists() is found
+    assert (f"logs of each run: {folder.path}" in capsys.readouterr().out) is found
 
 
 def test_folder_of_a_rehearsal_that_runs_or_is_kept_is_nobody_elses_to_remove(

@@ -94,6 +94,8 @@ def test_value_without_another_result_is_a_warning_from_the_step_since_which_it_
     run = change(change(played(ALL), 3, held={"lr": "0.2", "k.n": "0"}), 5, held={"lr": "0.1", "k.n": "0"})
     finding = only([CALM, run])
     assert (finding.kind, finding.step, finding.certain, finding.names) == (Kind.HELD, 3, False, ("k.n",))
+    assert finding.text.endswith("declare it: run.untracked('k.n')")
+    assert "run.untracked" not in only([replace(one, in_library=True) for one in (CALM, run)]).text
 
 
 def test_parts_of_what_differs_itself_are_not_listed() -> None:
@@ -381,7 +383,7 @@ def test_samples_are_those_of_all_ranks_together() -> None:
     assert find([CALM, replace(played(FEWER), steps=swapped)]) == []
     finding = only([CALM, change(played(MORE), 7, samples=["other"])])
     assert (finding.kind, finding.step) == (Kind.SAMPLES, 7)
-    padded = "pad to one length while you rehearse"
+    padded = "pad to one length in the script, for its runs too, because a stamp counts for this program alone"
     assert padded in finding.text
     assert padded not in only([CALM, change(played(ALL), 7, samples=["other"])]).text
     assert "step 6 was computed from other samples" in finding.text

@@ -77,13 +77,13 @@ def rehearse(
     owned = Folder()
     folder = owned.path
     began = time.monotonic()
-    kept = keep
+    owned.kept = keep
     try:
         beginning = fetch(from_, folder / "beginning") if from_ is not None else None
         command = [str(script.absolute()), *(arguments or [])]
         player = Player(folder, command, min(EVERY, steps // 2 - 1), limit, beginning)
         runs: list[Played] = []
-        with closing(player), _shown_if_interrupted(script, runs, began):
+        with closing(player), _shown_if_interrupted(owned, script, runs, began):
             _play(
                 player,
                 calm(ranks, steps),
@@ -91,7 +91,7 @@ def rehearse(
                 runs,
             )
         findings = compare.find(runs)
-        kept = keep or any(f.certain for f in findings)
+        owned.kept |= any(f.certain for f in findings)
         slow = any(f.kind is Kind.SLOW for f in findings)
         proves = not kills and set(kinds) >= stamps.PROVEN and not slow
         differs = any(f.kind not in (Kind.WRITTEN, Kind.SLOW) for f in findings)
@@ -117,13 +117,12 @@ def rehearse(
         _show(script, runs, findings, seconds)
         if left is not None:
             say(f"stamp: {left}")
-        if kept:
-            say(f"\nlogs of each run: {folder}/*/log")
+        _say_where(owned)
     except PlanError as e:
         say_error(f"everstep: {e}")
         raise typer.Exit(USAGE) from e
     finally:
-        owned.leave(keep=kept)
+        owned.leave(keep=owned.kept)
     if problem:
         say_error(f"everstep: {problem}")
     if any(f.certain for f in findings):
@@ -156,14 +155,22 @@ def _plan(
 
 
 @contextmanager
-def _shown_if_interrupted(script: Path, runs: list[Played], began: float) -> Iterator[None]:
-    """Show what the runs that are over have found, if the others do not come."""
+def _shown_if_interrupted(owned: Folder, script: Path, runs: list[Played], began: float) -> Iterator[None]:
+    """Show what the runs that are over have found, and keep the folder for it, if the others do not come."""
     try:
         yield
     except BaseException:
         if runs:
-            _show(script, runs, compare.find(runs), time.monotonic() - began, "interrupted, and more runs were to come")
+            findings = compare.find(runs)
+            _show(script, runs, findings, time.monotonic() - began, "interrupted, and more runs were to come")
+            owned.kept |= any(f.certain for f in findings)
+        _say_where(owned)
         raise
+
+
+def _say_where(owned: Folder) -> None:
+    if owned.kept:
+        say(f"\nlogs of each run: {owned.path}/*/log")
 
 
 def _stamp(

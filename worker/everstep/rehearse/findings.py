@@ -72,7 +72,11 @@ SAMPLER = (
     "hvd.elastic.ElasticSampler choose them: pass it to hvd.elastic.TorchState(…), and call its record_batch between a "
     "batch and the commit"
 )
-PADDED = ". A collate_fn that pads to the longest row of a rank's batch: pad to one length while you rehearse"
+PADDED = (
+    ". A collate_fn that pads to the longest row of a rank's batch gives other rows with other ranks: pad to one "
+    "length in the script, for its runs too, because a stamp counts for this program alone; or leave the change of "
+    "size out, --kill=rank,all, and do without a stamp"
+)
 SCALED = (
     "it grows with the number of ranks. Where the batch of all ranks together stays the same, take the size for which "
     "it was chosen (a number, or `run.once`), and not the present one"
@@ -512,13 +516,18 @@ def _in_heap(calm: Played, again: Played, run: Played, known: Collection[str]) -
     for rank, heaps in sorted(calm.heaps.items()):
         values = begun_anew(heaps, again.heaps.get(rank, {}), run.heaps.get(rank, {}), rank) | values
     ends = {name.rpartition(".")[2] for name in known if "." in name}
-    values = {name: value for name, value in values.items() if name.rpartition(".")[2] not in ends}
+    declared = {name for record in run.steps.values() for name in record.untracked}
+    values = {
+        name: value for name, value in values.items()
+        if name.rpartition(".")[2] not in ends and not _is_below(name, declared)
+    }  # fmt: skip
     if not values:
         return []
     step = max(step for step, _ in values.values())
     text = (
         f"{_values(values)}, behind step {step}. No variable of the loop leads to it. It changes with the steps and "
         f"begins anew in a new process: what is decided or trained by it later would be wrong. {_advice(run, values)}"
+        f"{_or_declare(run, values)}"
     )
     return [Finding(Kind.HELD, (run.scenario.title,), text, step, tuple(values))]
 
@@ -575,6 +584,7 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
             text = (
                 f"{_values(held)}, from step {step} on. It made no other result in {run.last} steps; what is decided "
                 f"or trained by it later (a best checkpoint, a rate) would be wrong. {_advice(run, held)}"
+                f"{_or_declare(run, held)}"
             )
             found.append(Finding(Kind.HELD, title, text, step, tuple(held)))
         return found
@@ -584,6 +594,14 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
     text += cause or _anew(run, _advice(run))
     found.append(Finding(Kind.TRACKED, title, text, step, (*causes, *tracked)))
     return found
+
+
+def _or_declare(run: Played, held: Differing) -> str:
+    """What to write where the values may be lost; nothing for a run that takes no names."""
+    if run.in_library or run.by_commits or run.own_loop:
+        return ""
+    names = ", ".join(map(repr, list(held)[:MOST_NAMED]))
+    return f". Or, if nothing is lost with what is named, declare it: run.untracked({names})"
 
 
 def _causes(held: Differing, step: int, run: Played) -> tuple[Differing, str]:

@@ -16,9 +16,10 @@ OWNER = "owner"  # the locked file; a folder that is kept has none
 
 
 class Folder:
-    """A new one, at `path`. Raises `OSError`."""
+    """A new one, at `path`. `kept`: whether it is to stay. Raises `OSError`."""
 
     def __init__(self) -> None:
+        self.kept = False
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         begun = self.path / f"{OWNER}-begun"
         self._owner = begun.open("w")
