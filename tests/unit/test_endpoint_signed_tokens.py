@@ -8,7 +8,7 @@ from collections.abc import Collection
 import pytest
 
 from everstep_local.apiserver.cluster import MemoryCluster
-from everstep_operator.endpoint.signed_tokens import LEEWAY, authenticator
+from everstep_operator.endpoint.signed_tokens import LEEWAY, NotWatched, authenticator
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_signatures import RETRY, KeysUnknown
 from everstep_operator.kube.resources import PODS
@@ -43,7 +43,9 @@ async def test_signed_token_of_a_pod_that_lives_is_accepted_until_the_pod_is_del
     token = CLUSTER.token(who)
     assert await stage.identify(token) == who
     assert await stage.identify(token, ()) == who, "all namespaces are watched"
-    assert await stage.identify(token, ("team-b",)) is None, "its namespace is not watched"
+    with pytest.raises(NotWatched, match="default"):
+        await stage.identify(token, ("team-b",))
+    assert await stage.identify(FORGER.token(who), ("team-b",)) is None
     await stage.client.delete(PODS, "default", "w0", grace_seconds=0)
     assert await stage.identify(token) is None
     await stage.create()

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from everstep_operator.endpoint.callers import Caller
 from everstep_operator.endpoint.connections import connection_of
+from everstep_operator.endpoint.signed_tokens import NotWatched
 from everstep_operator.endpoint.tenant_limits import Rates, Shares
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache, TokenRefusal, TooManyChecks
@@ -174,6 +175,8 @@ class RequestAuth:
                 identity = await self._identities.identify(token.strip())
         except TooManyChecks as e:
             return later(str(e), ReportResult.BUSY)
+        except NotWatched as e:
+            return later(str(e), ReportResult.UNAVAILABLE)
         except (KubeError, KeysUnknown, TimeoutError) as e:
             if self._is_news(e):
                 log.warning("cannot check the tokens of workers", extra={"reason": self._unchecked})

@@ -14,9 +14,16 @@ from everstep.contract import labels
 from everstep_operator.endpoint.token_claims import PodIdentity, read_claims
 from everstep_operator.endpoint.token_reviews import Authenticate
 from everstep_operator.endpoint.token_signatures import SigningKeys
+from everstep_operator.errors import RetryableError
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.resources import PODS
+
+
+class NotWatched(RetryableError):
+    """A pod of a namespace that is not watched. It is not refused: the namespace may be missing in the list by mistake,
+    and an agent that is refused ends its worker."""
+
 
 # By the operator's own clock, which may be wrong. The kubelet renews a token ten minutes before its hour is over, so a
 # clock that is an hour ahead refuses no worker; and a stolen token is of use for an hour longer.
@@ -31,10 +38,10 @@ def authenticator(
     async def authenticate(token: str) -> PodIdentity | None:
         claims = read_claims(token, labels.TOKEN_AUDIENCE)
         pod = claims.pod
-        if namespaces and pod.namespace not in namespaces:
-            return None
         if now() > claims.expires + LEEWAY or not await keys.verify(token, claims):
             return None
+        if namespaces and pod.namespace not in namespaces:
+            raise NotWatched(f"this operator does not run the jobs of namespace {pod.namespace} (watchNamespaces)")
         try:
             living = await client.get(PODS, pod.namespace, pod.pod_name)
         except NotFound:
