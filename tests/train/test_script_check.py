@@ -172,6 +172,31 @@ def test_loop_is_found_behind_what_hands_its_steps_on(around: str, play: Any) ->
     assert play(body) == [f"n (train.py:{line_of('n += 1', body)})"]
 
 
+PARTS = """
+from itertools import islice
+
+with everstep.start(URL) as run:
+    run.track(model=model, optimizer=optimizer)
+    steps = run.steps(run.loader(x, global_batch=4), until=3)
+    for part in range(4):
+        print(PRINTED)
+        for step in islice(steps, 1):
+            with step as batch:
+                work(batch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("printed", "names"),
+    [
+        ("part", ["part (train.py:19, which begins with its first part: compute it from step.number)"]),
+        ("'a part'", []),  # no value depends on the part
+    ],
+)
+def test_variable_of_the_parts_in_which_the_steps_are_taken_is_named(printed: str, names: list[str], play: Any) -> None:
+    assert play(PARTS.replace("PRINTED", printed)) == names
+
+
 def test_function_that_takes_a_step_is_read_too(play: Any) -> None:
     body = """
     def main():

@@ -537,6 +537,16 @@ ROWS = (
         unseen=(TORCHRUN,),
         differs=r"Weight\.steps",
     ),
+    # The parts begin anew. With a kill in the first one nothing differs at the restart: the list alone names it.
+    Row(
+        "rate_by_part",
+        refused=RATE + r"|left the loop after step|did not within",
+        late=True,
+        carried=r"part \(rate_by_part\.py:20, which begins with its first part",
+        unseen=(TORCHRUN,),
+        differs="part",
+        patience=PATIENCE,
+    ),
     Row("weight_by_eval", refused=NEW + r".*weight \(", late=True),
     Row("weight_by_eval_later", refused=NEW + r".*count \(", late=True, unseen=(TORCHRUN,), differs="count"),
     Row("closure_by_eval", refused=NEW + r".*weight", late=True),

@@ -28,6 +28,7 @@ from everstep.train.guards.carried_names import Carried, Reader
 from everstep.train.guards.script_objects import Name, is_script, value_of, variables, walk
 from everstep.train.guards.sources import (
     code_of,
+    counted_around,
     definition,
     end,
     forget,
@@ -174,12 +175,18 @@ class ScriptCheck:
             )
             self.carried[entry.name] = entry.parts
             self._lines.setdefault(entry.name, f"{entry.name} ({Path(entry.file).name}:{entry.line}{remark})")
+        around = {} if isinstance(loop.loop, ast.FunctionDef) else counted_around(loop.tree, loop.loop)
+        for name, line in around.items():
+            if not self._is_untracked(name):
+                self.carried[name] = (name,)
+                where = f"{Path(loop.file).name}:{line}"
+                self._lines[name] = f"{name} ({where}, which begins with its first part: compute it from step.number)"
         # Every value of these names is of the present step. A name in `always` is bound in each step before it is read.
         # A name that only some steps bind is among them if nothing else than the code that `reader` followed reads it.
         # A function that `reader` did not follow, such as a hook, may read what an earlier step has bound.
         elsewhere = _read_elsewhere(loop)
         anew = {name for name in reader.bound if name in reader.always or name not in elsewhere}
-        self._bound_anew = (self._bound_anew | anew) - {entry.name for entry in carried}
+        self._bound_anew = (self._bound_anew | anew) - {entry.name for entry in carried} - around.keys()
         return reader
 
     def _check_names(self, frame: types.FrameType) -> None:

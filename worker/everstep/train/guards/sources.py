@@ -94,6 +94,34 @@ def loop_at(file: str, line: int) -> tuple[ast.Module, ast.For | ast.While] | No
     return None if tree is None or innermost is None else (tree, innermost)
 
 
+def counted_around(tree: ast.AST, loop: ast.AST) -> dict[str, int]:
+    """The variables of the `for` loops around this one that their bodies read, with their lines: a loop over steps that
+    is taken in parts, as by `islice`. In a new process the parts begin anew. A loop that asks for its steps itself is
+    no part."""
+    counted = dict[str, int]()
+    for function in (n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef)):
+        for around in (n for n in _within(function) if isinstance(n, ast.For) and n is not loop):
+            inside = [n for part in around.body for n in ast.walk(part)]
+            asks = any(isinstance(n, ast.Attribute) and n.attr in ("steps", "epochs") for n in inside)
+            if loop not in inside or loop not in _within(function) or asks:
+                continue
+            read = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+            names = (n.id for n in ast.walk(around.target) if isinstance(n, ast.Name) and n.id in read)
+            counted.update(dict.fromkeys(names, around.lineno))
+    return counted
+
+
+def _within(function: ast.AST) -> list[ast.AST]:
+    """Its nodes, without those of the functions in it."""
+    found, todo = list[ast.AST](), list(ast.iter_child_nodes(function))
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            found.append(node)
+            todo += ast.iter_child_nodes(node)
+    return found
+
+
 def _takes(loop: ast.While, line: int) -> bool:
     calls = (n for n in ast.walk(loop) if isinstance(n, ast.Call) and n.lineno <= line <= end(n))
     return any((path_of(n.func) or "").rpartition(".")[2] in ("next", "__next__") for n in calls)
