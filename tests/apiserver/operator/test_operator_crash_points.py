@@ -112,7 +112,7 @@ def expected(uid: str) -> dict[str, Any]:
         "size": 2,
         "restarts": {"userCode": 1, "infrastructure": 0, "preemption": 0, "startFailures": 0, "total": 1, "inWindow": 1,
                      "withoutProgress": 1, "rejections": 0, "rejectedBy": [], "lostNodes": [], "unstarted": 0,
-                     "startTimeouts": 0, "spareFailures": 0},
+                     "startTimeouts": 0, "spareFailures": 0, "suspectNodes": []},
         "recoveries": [("Error", 1)],
         "conditions": {
             "Ready": ("True", "Complete"), "Reconciling": ("False", "Complete"), "Stalled": ("False", "Complete"),
