@@ -96,9 +96,11 @@ class Cause(StrEnum):
 
 
 class Suspicion(StrEnum):
-    """What speaks against a node: a loss that the script cannot have caused, or what its workers reported."""
+    """What speaks against a node: a loss that the script cannot have caused, or what its workers report."""
 
     NODE_LOST = "NodeLost"
     REJECTED = "Rejected"
     START_TIMEOUT = "StartTimeout"
     HARDWARE_ERROR = "HardwareError"
+    SLOW_RANK = "SlowRank"
+    HANG = "Hang"

@@ -62,6 +62,7 @@ class JobProgress:
         self._restore_seconds: float | None = None
         self._trained_at: datetime | None = None
         self._straggler: str | None = None
+        self._straggler_rank: int | None = None
         self._rehearsed: str | None = None
         self._first_step_at: datetime | None = None
         self._new_step_at: datetime | None = None
@@ -171,6 +172,7 @@ class JobProgress:
         if report.rank == 0:
             self._progress(report, now)
             slow, self._straggler = report.straggler != self._straggler, report.straggler
+            self._straggler_rank = report.straggler_rank
             self._rehearsed = report.rehearsed
         return first or complete or slow or report.phase is Phase.DONE
 
@@ -247,6 +249,7 @@ class JobProgress:
             checkpoint_error=self._error,
             checkpoint_damaged=self._damaged,
             straggler=self._straggler,
+            straggler_rank=self._straggler_rank,
             rehearsed=self._rehearsed,
             memory=self._peak,
             productive_seconds=self.seconds.productive,

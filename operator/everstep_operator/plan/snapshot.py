@@ -201,6 +201,7 @@ class ReportedProgress:
     skipped_saves: int = 0  # since the job began
     checkpoint_error: str | None = None  # why the last attempt to commit failed
     straggler: str | None = None  # which rank the others wait for, while they do
+    straggler_rank: int | None = None
     rehearsed: str | None = None  # the rehearsal of the program, in words
     memory: ReportedPeak | None = None
     checkpoint_damaged: str | None = None  # which commit was stepped over at the last restore, and why

@@ -46,6 +46,7 @@ class Wanted:
     seen: bool = False  # say which samples a step took
     pause: float = 0.0
     slow_rank: int = -1  # pauses five times as long
+    slow_input: float = 0.0  # seconds that this rank needs more for each sample that it reads
     plain: bool = False  # nothing that depends on how a batch is cut: no BatchNorm, dropout or mixed precision
     bug_at: int = -1  # this step raises an error of the script's own
     hold: str = ""  # the file that holds calls of the store; see held_store
@@ -54,12 +55,18 @@ class Wanted:
 
 
 class Points(Dataset[Any]):
-    """Points and the side of a plane that they lie on, made from their number."""
+    """Points and the side of a plane that they lie on, made from their number. Reading one takes
+    `slow_rank` so many seconds."""
+
+    def __init__(self, slow_rank: int = -1, seconds: float = 0.0) -> None:
+        self._slow_rank, self._seconds = str(slow_rank), seconds
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> Any:
+        if os.environ.get("RANK") == self._slow_rank:
+            time.sleep(self._seconds)
         x = torch.randn(FEATURES, generator=torch.Generator().manual_seed(index))
         return x, int(x[:8].sum() > 0)
 
@@ -125,7 +132,10 @@ def train(wanted: Wanted) -> None:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000)
         scaler = torch.amp.GradScaler("cpu", enabled=wanted.scaler)
         loader = run.loader(
-            Points(), global_batch=wanted.global_batch, micro_batch=wanted.micro_batch, num_workers=wanted.workers
+            Points(wanted.slow_rank, wanted.slow_input),
+            global_batch=wanted.global_batch,
+            micro_batch=wanted.micro_batch,
+            num_workers=wanted.workers,
         )
         run.track(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
         diary.write(kind="begin")

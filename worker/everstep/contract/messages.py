@@ -88,6 +88,7 @@ class Report:
     committed_at: float | None = None
     checkpoint_error: str | None = None
     straggler: str | None = None  # the rank that the others wait for, in words
+    straggler_rank: int | None = None  # and as a number; older workers do not send it
     rehearsed: str | None = None  # the rehearsal of this very program, in words
     peak_memory: int | None = None  # most bytes of RAM that the process has held at once
     peak_device_memory: int | None = None  # and of its accelerator's memory, in tensors
@@ -131,6 +132,7 @@ class Report:
             committed_at=_float(body, "committed_at"),
             checkpoint_error=_text(body, "checkpoint_error"),
             straggler=_text(body, "straggler"),
+            straggler_rank=_int(body, "straggler_rank"),
             rehearsed=_text(body, "rehearsed"),
             peak_memory=_int(body, "peak_memory", below=MAX_NUMBER),
             peak_device_memory=_int(body, "peak_device_memory", below=MAX_NUMBER),

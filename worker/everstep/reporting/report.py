@@ -246,7 +246,9 @@ class Reporter:
         """The process goes on in another round. Its next step is reported at once, whatever its rank is."""
         with self._wake:
             self._identity = (rank, world_size, round)
-            self._known = replace(self._known, rank=rank, world_size=world_size, round=round, straggler=None)
+            self._known = replace(
+                self._known, rank=rank, world_size=world_size, round=round, straggler=None, straggler_rank=None
+            )
             self._stepped, self._mark = False, None
 
     def step(
@@ -267,10 +269,11 @@ class Reporter:
             Phase.TRAIN, step=int(step), metrics=metrics or {}, **{k: v for k, v in known.items() if v is not None}
         )
 
-    def slow(self, what: str | None) -> None:
-        """Which rank the others wait for (None: none). It is reported with the next steps."""
+    def slow(self, what: str | None, rank: int | None = None) -> None:
+        """Which rank the others wait for, in words and as a number (None: none). It is reported with the next steps."""
+        words = redact.short(what, MAX_ERROR) if what else None
         with self._wake:
-            self._known = replace(self._known, straggler=redact.short(what, MAX_ERROR) if what else None)
+            self._known = replace(self._known, straggler=words, straggler_rank=rank)
 
     def rehearsed(self, what: str) -> None:
         """The program was rehearsed, and how. It is reported with the next steps."""

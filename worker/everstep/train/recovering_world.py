@@ -258,15 +258,22 @@ class RecoveringWorld(Checked):
         members = self._recovery.members
         if members.world_size == 1:
             return
-        waited = self._recovery.main.waited
-        straggler = self._straggler.completed(waited, lambda number: [row[0] for row in members.gather((number,))])
+        straggler = self._straggler.completed(self._recovery.main.waited, self._fetched, members.gather)
         if straggler is None:
             return
         if members.rank == 0:
             log.warning("%s", straggler)
         elif isinstance(straggler, Straggler) and straggler.rank == members.rank:
             log.warning("this is the slow one: %s", straggler)
-        self._coordinator.slow(str(straggler) if isinstance(straggler, Straggler) else None)
+        if isinstance(straggler, Straggler):
+            self._coordinator.slow(str(straggler), straggler.rank)
+        else:
+            self._coordinator.slow(None)
+
+    @property
+    def _fetched(self) -> float:
+        """Seconds that this process has waited for batches so far; 0 if the script has a loop without a loader."""
+        return self._feed.fetched if self._feed is not None else 0.0
 
     def finish(self, *, save: bool = True) -> bool:
         if self._recovery.round.to_settle:
@@ -355,7 +362,7 @@ class RecoveringWorld(Checked):
         self._replicas.moved()
         self._scales.moved()
         self._untracked_check.moved()
-        self._straggler.moved(self._recovery.main.waited)
+        self._straggler.moved(self._recovery.main.waited, self._fetched)
         self._read_as(members.rank)
         if self._feed is not None:
             self._feed.moved()

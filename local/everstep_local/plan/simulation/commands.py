@@ -30,9 +30,9 @@ def commit_failed(world: World, error: str) -> None:
     world.progress = replace(world.progress, checkpoint_error=error)
 
 
-def slow(world: World, text: str = "") -> None:
+def slow(world: World, text: str = "", rank: str = "") -> None:
     """Set the rank for which the others wait; without an argument there is none any more."""
-    world.progress = replace(world.progress, straggler=text or None)
+    world.progress = replace(world.progress, straggler=text or None, straggler_rank=int(rank) if rank else None)
 
 
 def damaged(world: World, text: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
-from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, ReadyReason, Rung
+from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, ReadyReason, Rung, Suspicion
 from everstep_operator.api.events import EventReason
-from everstep_operator.api.status import RecoveryRecord, Status
+from everstep_operator.api.status import RecoveryRecord, Restarts, Status
 from everstep_operator.plan.decide.decision import (
     Complete,
     Decision,
@@ -36,6 +36,7 @@ from everstep_operator.plan.stages import Stage, StageName, staged
 from everstep_operator.plan.state import facts as state
 from everstep_operator.plan.state import roster, suspects
 from everstep_operator.plan.state.facts import Facts
+from everstep_operator.plan.state.suspects import Accusation
 
 
 def render_plan(facts: Facts, decision: Decision) -> Plan:
@@ -122,8 +123,7 @@ def _status(facts: Facts, change: Publish | Repaired | None = None) -> Status:
     published = change if isinstance(change, Publish) else None
     if published is not None and published.reason is not None:
         verdict = ready_condition.of_change(verdict, published.reason, published.message)
-    restarts = published.restarts if published is not None and published.restarts is not None else None
-    counters = facts.job.status.restarts if restarts is None else restarts
+    restarts = suspects.counted(facts.snapshot.now, _restarts(facts, published), _accusations(facts, change))
     stored = facts.roster if facts.published is not None and not facts.roster.replaces_all else None
     return job_status.render(
         facts.snapshot,
@@ -134,10 +134,23 @@ def _status(facts: Facts, change: Publish | Repaired | None = None) -> Status:
         spares=facts.waiting_spares,
         roster=None if stored is None else roster.to_status(roster.with_started(stored, facts.current)),
         restarts=restarts,
-        excluded_nodes=suspects.excluded(facts.snapshot, counters, creates=bool(converge.missing(facts))),
+        excluded_nodes=suspects.excluded(facts.snapshot, restarts, creates=bool(converge.missing(facts))),
         recoveries=_recoveries(facts, change),
         refused_since=None if published is not None and _begins_again(facts, published) else waits.refused_since(facts),
     )
+
+
+def _restarts(facts: Facts, published: Publish | None) -> Restarts:
+    before = facts.job.status.restarts
+    return before if published is None or published.restarts is None else published.restarts
+
+
+def _accusations(facts: Facts, change: Publish | Repaired | None) -> list[Accusation]:
+    """What workers that were not lost say about nodes."""
+    slow = suspects.of_slow_rank(facts.snapshot, facts.current)
+    if isinstance(change, Repaired) and change.recovery.stood and change.lost.node is not None:
+        return [*slow, Accusation(change.lost.node, Suspicion.HANG)]
+    return slow
 
 
 def _begins_again(facts: Facts, change: Publish) -> bool:

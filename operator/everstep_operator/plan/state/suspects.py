@@ -33,6 +33,10 @@ HALF_LIFE = timedelta(hours=1)
 LIMIT = 100
 MOST = 4 * LIMIT  # so that a node is avoided for three hours after its last loss, and no longer
 POINTS = 60  # of one loss: the second in half an hour reaches the limit
+# Of what the script may have done as well: then it takes more.
+POINTS_OF = {Suspicion.HANG: 30}
+# A rank that is slow is reported again in each round, and in short steps every few seconds.
+SAME_REPORT = timedelta(minutes=10)
 FORGOTTEN = LIMIT // 20
 # The workers of one node are not all seen to be lost in one pass.
 ONE_LOSS = timedelta(seconds=10)
@@ -78,6 +82,23 @@ def _suspicion(loss: Loss) -> Suspicion | None:
     return _OF_CAUSE.get(loss.cause)
 
 
+def of_slow_rank(snapshot: Snapshot, current: Mapping[int, WorkerPod]) -> list[Accusation]:
+    """What a report says that names a slow rank for the first time. Rank 0 does more than the others in many scripts,
+    so it accuses nobody."""
+    seen, view, before = snapshot.progress, snapshot.world, snapshot.job.status
+    rank, processes = seen.straggler_rank, snapshot.job.spec.processes()
+    if not rank or seen.straggler == before.progress.straggler or view is None or view.round != seen.round:
+        return []
+    worker = view.members[rank // processes : rank // processes + 1]
+    pod = current.get(worker[0][0]) if worker else None
+    if pod is None or pod.node is None or pod.incarnation != worker[0][1]:
+        return []
+    known = next((node for node in before.restarts.suspect_nodes if node.name == pod.node), None)
+    if known is not None and Suspicion.SLOW_RANK in known.reasons and snapshot.now - known.at < SAME_REPORT:
+        return []
+    return [Accusation(pod.node, Suspicion.SLOW_RANK)]
+
+
 def counted(now: datetime, restarts: Restarts, accusations: Iterable[Accusation]) -> Restarts:
     """The counters after these accusations: each node is charged once for what happened to it at one time."""
     by_node: dict[str, list[Suspicion]] = {}
@@ -92,10 +113,10 @@ def counted(now: datetime, restarts: Restarts, accusations: Iterable[Accusation]
 
 
 def _charged(before: SuspectNode | None, name: str, reasons: list[Suspicion], now: datetime) -> SuspectNode:
-    points = POINTS
+    points = max(POINTS_OF.get(reason, POINTS) for reason in reasons)
     if before is not None:
         again = now - before.at > ONE_LOSS
-        points = min(MOST, _points(before, now) + (POINTS if again else 0))
+        points = min(MOST, _points(before, now) + (points if again else 0))
         reasons = [*reasons, *before.reasons]
     # A node that is avoided has half of the limit at least, so one loss more is always enough.
     reasons = list(dict.fromkeys(reasons))

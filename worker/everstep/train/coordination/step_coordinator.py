@@ -244,9 +244,9 @@ class StepCoordinator:
         """The rehearsal of this program to report."""
         self._reporter.rehearsed(what)
 
-    def slow(self, what: str | None) -> None:
-        """The rank to report as a straggler; None if there is none any more."""
-        self._reporter.slow(what)
+    def slow(self, what: str | None, rank: int | None = None) -> None:
+        """The straggler to report, in words, and its rank; None if there is none any more."""
+        self._reporter.slow(what, rank)
 
     def agree(self, *, move: bool = False, updates: int = 0, calls: int = 0) -> bool:
         """Save if a save is due. Returns whether all ranks leave this round now, because one of them wished to `move`.

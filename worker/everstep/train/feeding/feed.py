@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -46,6 +47,7 @@ class Feed:
         self._first = next(iter(self._loaders.values()))
         self._needs = {id(loader): loader.needs_weights(sizes) for loader in self._loaders.values()}
         self.fetched_by: Callable[[Callable[[], Any]], Any] | None = None  # a profile measures how long it takes
+        self.fetched = 0.0  # seconds for which the steps have waited for batches
         self._given: list[tuple[ElasticLoader, Weight]] = []  # in the present step
         self._agreed: tuple[int, ...] = ()  # the epochs whose drawn orders are known to be the same on all ranks
         self._read_alike: tuple[tuple[int, int], ...] = ()  # of each stream, the epoch and the mark's number, likewise
@@ -84,7 +86,11 @@ class Feed:
 
     def __next__(self) -> Any:
         """The next batch, also across the end of an epoch; with several loaders, one batch of each."""
-        return self._fetch() if self.fetched_by is None else self.fetched_by(self._fetch)
+        began = time.monotonic()
+        try:
+            return self._fetch() if self.fetched_by is None else self.fetched_by(self._fetch)
+        finally:
+            self.fetched += time.monotonic() - began
 
     def _fetch(self) -> Any:
         try:
