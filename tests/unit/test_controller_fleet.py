@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -45,7 +46,8 @@ def template(resources: dict[str, str] | None = None, **spec: Any) -> dict[str, 
 
 
 def seen(nodes: list[Node], job: dict[str, Any] | None = None) -> Fleet:
-    return fleet.of(job or template(), nodes, [n for n in nodes if fleet.is_suspect(n)], {})
+    able = fleet.AbleNodes().of(NOW, job or template(), lambda: nodes)
+    return fleet.of(job or template(), able, [n for n in nodes if fleet.is_suspect(n)], {})
 
 
 @pytest.mark.parametrize(
@@ -166,3 +168,31 @@ def test_statuses_of_all_jobs_are_read_again_after_some_seconds() -> None:
     assert accusers.against("z") == {}
     accusers.read(NOW + timedelta(seconds=10), [job("a", "n1"), job("b", "n1")])
     assert list(accusers.against("z")) == ["n1"]
+
+
+def test_nodes_are_read_once_in_some_seconds_for_all_jobs_that_ask_for_the_same() -> None:
+    able, readings = fleet.AbleNodes(), list[str]()
+
+    def nodes() -> list[Node]:
+        readings.append("")
+        return [node("n1")]
+
+    for seconds in range(20):
+        for spec in (template(), template(priority=3), template(nodeSelector={"pool": "gpu"})):
+            names = able.of(NOW + timedelta(seconds=seconds), spec, nodes)
+            assert list(names) == ([] if "nodeSelector" in spec["spec"] else ["n1"])
+    assert len(readings) == 4
+    for number in range(2 * fleet.MAX_REQUESTS):
+        able.of(NOW, template(nodeSelector={"pool": str(number)}), nodes)
+    assert len(able._by_request) == fleet.MAX_REQUESTS
+
+
+def test_fault_on_one_of_5000_nodes_costs_a_pass_little_time() -> None:
+    nodes = [node(f"n{number}", capacity={GPU: "8"}) for number in range(5000)]
+    able, job = fleet.AbleNodes(), template({GPU: "1"})
+    took = []
+    for _ in range(50):
+        began = time.process_time()
+        fleet.of(job, able.of(NOW, job, lambda: nodes), nodes[:3], {})
+        took.append(time.process_time() - began)
+    assert min(took) < 0.002

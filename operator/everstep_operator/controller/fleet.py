@@ -7,7 +7,7 @@ counts only if its name says that something is wrong. Reasons: ADR 0066.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -37,6 +37,7 @@ MAX_FAULTS = 4  # of one node
 # node from others alone.
 ACCUSERS = 2
 READ_AGAIN = timedelta(seconds=10)
+MAX_REQUESTS = 32  # of different templates, for which all nodes are kept
 
 
 def conditions(node: Node) -> tuple[str, ...]:
@@ -85,7 +86,7 @@ class Accusers:
 
     def read(self, now: datetime, jobs: Iterable[Unstructured]) -> None:
         """Take the jobs for which `accuses` holds."""
-        if self._read_at is not None and timedelta(0) <= now - self._read_at < READ_AGAIN:
+        if self._read_at is not None and _is_recent(self._read_at, now):
             return
         self._read_at, self._by_node = now, {}
         for job in jobs:
@@ -115,13 +116,35 @@ def _suspects(job: Unstructured) -> list[SuspectNode]:
     return nodes
 
 
+class AbleNodes:
+    """On which nodes the pods of a template could run, and whether each is ready. Jobs that ask for the same share what
+    was read, which is some seconds old at most: with thousands of nodes each reading takes milliseconds."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, tuple[datetime, dict[str, bool]]] = {}
+
+    def of(self, now: datetime, template: Mapping[str, Any], nodes: Callable[[], Iterable[Node]]) -> dict[str, bool]:
+        spec = template.get("spec") or {}
+        devices_wanted = _devices_of(spec)
+        request = repr((spec.get("nodeSelector"), spec.get("tolerations"), sorted(devices_wanted)))
+        if (known := self._by_request.get(request)) is not None and _is_recent(known[0], now):
+            return known[1]
+        able = {node.metadata.name: _is_ready(node) for node in nodes() if _fits(node, spec, devices_wanted)}
+        recent = {text: entry for text, entry in self._by_request.items() if _is_recent(entry[0], now)}
+        self._by_request = dict([*recent.items(), (request, (now, able))][-MAX_REQUESTS:])
+        return able
+
+
+def _is_recent(read_at: datetime, now: datetime) -> bool:
+    return timedelta(0) <= now - read_at < READ_AGAIN
+
+
 def of(
-    template: Mapping[str, Any], nodes: Iterable[Node], faulty: Iterable[Node], accused: Mapping[str, datetime]
+    template: Mapping[str, Any], able: Mapping[str, bool], faulty: Iterable[Node], accused: Mapping[str, datetime]
 ) -> Fleet:
-    """The fleet as a job with this template sees it. `faulty`: those of the nodes for which `is_suspect` holds."""
-    spec = template.get("spec") or {}
-    wanted = _devices_of(spec)
-    able = {node.metadata.name: _is_ready(node) for node in nodes if _fits(node, spec, wanted)}
+    """The fleet as a job with this template sees it. `able`: of `AbleNodes`. `faulty`: all nodes for which `is_suspect`
+    holds."""
+    wanted = _devices_of(template.get("spec") or {})
     faults = {}
     for node in faulty:
         short = [f"{n} of {total} {name} are healthy" for name, (n, total) in devices(node).items() if name in wanted]

@@ -102,6 +102,7 @@ class Reconciler:
         self._memory: dict[Key, _JobMemory] = {}
         self._node_losses = figures.NodeLosses()
         self._accusers = fleet.Accusers()
+        self._able_nodes = fleet.AbleNodes()
 
     def forget_all(self) -> None:
         """A new term of leadership begins: another replica may have decided since."""
@@ -307,7 +308,8 @@ class Reconciler:
         accused = self._accusers.against(job.uid)
         if not (faulty or accused or job.status.restarts.suspect_nodes):
             return Fleet()
-        return fleet.of(job.spec.template, nodes.list(), faulty, accused)
+        able = self._able_nodes.of(self._clock.now(), job.spec.template, nodes.list)
+        return fleet.of(job.spec.template, able, faulty, accused)
 
     def _nodes_of(self, pods: tuple[WorkerPod, ...]) -> dict[str, NodeView]:
         wanted = sorted({p.node for p in pods if p.node})
