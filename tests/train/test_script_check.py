@@ -189,12 +189,30 @@ with everstep.start(URL) as run:
 @pytest.mark.parametrize(
     ("printed", "names"),
     [
-        ("part", ["part (train.py:19, which begins with its first part: compute it from step.number)"]),
+        ("part", ["part (train.py:19, which begins with its first pass: compute it from step.number)"]),
         ("'a part'", []),  # no value depends on the part
     ],
 )
 def test_variable_of_the_parts_in_which_the_steps_are_taken_is_named(printed: str, names: list[str], play: Any) -> None:
     assert play(PARTS.replace("PRINTED", printed)) == names
+
+
+BY_NEXT = """
+with everstep.start(URL) as run:
+    n = 0
+    run.track(model=model, optimizer=optimizer)
+    steps = run.steps(run.loader(x, global_batch=4), until=3)
+    for i in range(3):
+        step = next(steps)
+        with step as batch:
+            n += 1
+            work(batch, n + i)
+"""
+
+
+def test_count_of_steps_that_are_taken_by_next_is_named(play: Any) -> None:
+    (names,) = play(BY_NEXT)
+    assert names == "n (train.py:21), i (train.py:18, which begins with its first pass: compute it from step.number)"
 
 
 def test_function_that_takes_a_step_is_read_too(play: Any) -> None:

@@ -542,7 +542,7 @@ ROWS = (
         "rate_by_part",
         refused=RATE + r"|left the loop after step|did not within",
         late=True,
-        carried=r"part \(rate_by_part\.py:20, which begins with its first part",
+        carried=r"part \(rate_by_part\.py:20, which begins with its first pass",
         unseen=(TORCHRUN,),
         differs="part",
         patience=PATIENCE,

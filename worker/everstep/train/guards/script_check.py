@@ -180,7 +180,7 @@ class ScriptCheck:
             if not self._is_untracked(name):
                 self.carried[name] = (name,)
                 where = f"{Path(loop.file).name}:{line}"
-                self._lines[name] = f"{name} ({where}, which begins with its first part: compute it from step.number)"
+                self._lines[name] = f"{name} ({where}, which begins with its first pass: compute it from step.number)"
         # Every value of these names is of the present step. A name in `always` is bound in each step before it is read.
         # A name that only some steps bind is among them if nothing else than the code that `reader` followed reads it.
         # A function that `reader` did not follow, such as a hook, may read what an earlier step has bound.

@@ -83,12 +83,12 @@ def frames_that_ask(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 
 def loop_at(file: str, line: int) -> tuple[ast.Module, ast.For | ast.While] | None:
-    """The innermost loop that takes its next element in this line, `while` loops by `next`, with its file."""
+    """The innermost loop that takes its next element in this line, also by `next`, with its file."""
     tree = tree_of(file)
     loops: list[ast.For | ast.While] = [
         n for n in (ast.walk(tree) if tree is not None else ())
         if (isinstance(n, ast.For) and n.iter.lineno <= line <= end(n.iter))
-        or (isinstance(n, ast.While) and n.lineno <= line <= end(n) and _takes(n, line))
+        or (isinstance(n, ast.For | ast.While) and n.lineno <= line <= end(n) and _takes(n, line))
     ]  # fmt: skip
     innermost = max(loops, key=lambda n: n.lineno, default=None)
     return None if tree is None or innermost is None else (tree, innermost)
@@ -96,14 +96,16 @@ def loop_at(file: str, line: int) -> tuple[ast.Module, ast.For | ast.While] | No
 
 def counted_around(tree: ast.AST, loop: ast.AST) -> dict[str, int]:
     """The variables of the `for` loops around this one that their bodies read, with their lines: a loop over steps that
-    is taken in parts, as by `islice`. In a new process the parts begin anew. A loop that asks for its steps itself is
-    no part."""
+    is taken in parts, as by `islice`; also of this one if it takes steps by `next` and counts them by `range`. In a new
+    process parts and counts begin anew. A loop that asks for its steps itself is no part."""
     counted = dict[str, int]()
     for function in (n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef)):
-        for around in (n for n in _within(function) if isinstance(n, ast.For) and n is not loop):
+        for around in (n for n in _within(function) if isinstance(n, ast.For)):
+            if around is loop and not (isinstance(around.iter, ast.Call) and path_of(around.iter.func) == "range"):
+                continue
             inside = [n for part in around.body for n in ast.walk(part)]
             asks = any(isinstance(n, ast.Attribute) and n.attr in ("steps", "epochs") for n in inside)
-            if loop not in inside or loop not in _within(function) or asks:
+            if (around is not loop and loop not in inside) or loop not in _within(function) or asks:
                 continue
             read = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
             names = (n.id for n in ast.walk(around.target) if isinstance(n, ast.Name) and n.id in read)
@@ -122,7 +124,7 @@ def _within(function: ast.AST) -> list[ast.AST]:
     return found
 
 
-def _takes(loop: ast.While, line: int) -> bool:
+def _takes(loop: ast.For | ast.While, line: int) -> bool:
     calls = (n for n in ast.walk(loop) if isinstance(n, ast.Call) and n.lineno <= line <= end(n))
     return any((path_of(n.func) or "").rpartition(".")[2] in ("next", "__next__") for n in calls)
 
