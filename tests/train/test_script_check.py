@@ -15,6 +15,7 @@ import pytest
 
 from everstep.recovery.errors import LoopError
 from everstep.train.guards.script_check import ScriptCheck
+from everstep.train.guards.sources import counted_around
 
 BEFORE = """
 import torch
@@ -213,6 +214,12 @@ with everstep.start(URL) as run:
 def test_count_of_steps_that_are_taken_by_next_is_named(play: Any) -> None:
     (names,) = play(BY_NEXT)
     assert names == "n (train.py:21), i (train.py:18, which begins with its first pass: compute it from step.number)"
+
+
+def test_epoch_that_the_run_counts_is_no_part_of_the_scripts_own() -> None:
+    tree = ast.parse("for epoch in run.epochs(3):\n  for batch in loader:\n    train(batch, epoch)\n")
+    loop = tree.body[0].body[0]  # type: ignore[attr-defined]
+    assert counted_around(tree, loop) == {}
 
 
 def test_function_that_takes_a_step_is_read_too(play: Any) -> None:

@@ -104,7 +104,7 @@ def counted_around(tree: ast.AST, loop: ast.AST) -> dict[str, int]:
             if around is loop and not (isinstance(around.iter, ast.Call) and path_of(around.iter.func) == "range"):
                 continue
             inside = [n for part in around.body for n in ast.walk(part)]
-            asks = any(isinstance(n, ast.Attribute) and n.attr in ("steps", "epochs") for n in inside)
+            asks = any(isinstance(n, ast.Attribute) and n.attr in ("steps", "epochs") for n in ast.walk(around))
             if (around is not loop and loop not in inside) or loop not in _within(function) or asks:
                 continue
             read = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
