@@ -115,13 +115,13 @@ def counted_around(tree: ast.AST, loop: ast.AST) -> dict[str, int]:
 
 def _within(function: ast.AST) -> list[ast.AST]:
     """Its nodes, without those of the functions in it."""
-    found, todo = list[ast.AST](), list(ast.iter_child_nodes(function))
+    nodes, todo = list[ast.AST](), list(ast.iter_child_nodes(function))
     while todo:
         node = todo.pop()
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            found.append(node)
+            nodes.append(node)
             todo += ast.iter_child_nodes(node)
-    return found
+    return nodes
 
 
 def _takes(loop: ast.For | ast.While, line: int) -> bool:
