@@ -78,6 +78,19 @@ def test_excluded_node_stays_excluded_by_a_further_loss_although_some_points_are
     assert end > before
 
 
+@pytest.mark.parametrize("what", list(Suspicion))
+@pytest.mark.parametrize("gap", [timedelta(seconds=5), timedelta(minutes=30), timedelta(minutes=70)])
+def test_what_is_charged_to_an_avoided_node_never_shortens_its_exclusion(what: Suspicion, gap: timedelta) -> None:
+    first = after(timedelta(0), timedelta(minutes=1))
+    (node,) = first.suspect_nodes
+    before = excluded_until(node, node.at)
+    assert before is not None
+    now = node.at + gap
+    end = excluded_until(counted(now, first, [Accusation("n1", what)]).suspect_nodes[0], now)
+    assert end is not None
+    assert end >= before - timedelta(minutes=2)  # points are whole numbers
+
+
 def test_node_is_avoided_for_three_hours_after_its_last_loss_and_no_longer() -> None:
     node = after(*[timedelta(seconds=11)] * 100).suspect_nodes[0]
     end = excluded_until(node, node.at)

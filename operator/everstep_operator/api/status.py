@@ -27,6 +27,7 @@ MAX_LOST_NODES = 16
 MAX_SUSPECT_NODES = 16
 MAX_EXCLUDED_NODES = 16
 MAX_EXCLUSION_REASONS = 8
+MAX_EXCLUSION_REASON = 200  # characters
 MAX_MISMATCH = 512  # characters of the place where collectives did not match
 
 Workers = Annotated[Int32, Field(ge=0)]
@@ -193,7 +194,7 @@ class ExcludedNode(StatusModel):
     until: Timestamp | None = Field(
         default=None, description="Until when. Absent: as long as the node's own status names the fault."
     )
-    reasons: tuple[Annotated[str, StringConstraints(max_length=200)], ...] = Field(
+    reasons: tuple[Annotated[str, StringConstraints(max_length=MAX_EXCLUSION_REASON)], ...] = Field(
         default=(), max_length=MAX_EXCLUSION_REASONS, description="Why, each in a few words."
     )
 

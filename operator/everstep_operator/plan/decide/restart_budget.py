@@ -192,25 +192,16 @@ def _count(
     window_over = old.window_started_at is None or now - old.window_started_at > timedelta(
         seconds=recovery.restart_window_seconds
     )
-    return Restarts(
-        user_code=old.user_code + charged,
-        infrastructure=old.infrastructure + (charge is Charge.INFRASTRUCTURE),
-        preemption=old.preemption + (charge is Charge.PREEMPTION),
-        window_started_at=now if charged and window_over else old.window_started_at,
-        in_window=(0 if window_over else old.in_window) + 1 if charged else old.in_window,
-        without_progress=without,
-        start_failures=old.start_failures,
-        unstarted=old.unstarted,
-        start_timeouts=old.start_timeouts + 1 if loss.cause is Cause.START_TIMEOUT else 0,
-        mismatch=None if progressed else old.mismatch,
-        last_step=step if step is not None else old.last_step,
-        last_at=now if charged else old.last_at,
-        incident_at=old.incident_at,
-        rejections=old.rejections,
-        rejected_at=old.rejected_at,
-        rejected_by=old.rejected_by,
-        lost_nodes=old.lost_nodes,
-        suspect_nodes=old.suspect_nodes,
-        spare_failures=old.spare_failures,
-        spare_failed_at=old.spare_failed_at,
-    )
+    changed = {
+        "user_code": old.user_code + charged,
+        "infrastructure": old.infrastructure + (charge is Charge.INFRASTRUCTURE),
+        "preemption": old.preemption + (charge is Charge.PREEMPTION),
+        "window_started_at": now if charged and window_over else old.window_started_at,
+        "in_window": (0 if window_over else old.in_window) + 1 if charged else old.in_window,
+        "without_progress": without,
+        "start_timeouts": old.start_timeouts + 1 if loss.cause is Cause.START_TIMEOUT else 0,
+        "mismatch": None if progressed else old.mismatch,
+        "last_step": step if step is not None else old.last_step,
+        "last_at": now if charged else old.last_at,
+    }
+    return old.model_copy(update=changed)

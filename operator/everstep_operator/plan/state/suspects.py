@@ -20,6 +20,7 @@ from datetime import datetime, timedelta
 from everstep_operator.api.conditions import Cause, Suspicion
 from everstep_operator.api.status import (
     MAX_EXCLUDED_NODES,
+    MAX_EXCLUSION_REASON,
     MAX_EXCLUSION_REASONS,
     MAX_SUSPECT_NODES,
     ExcludedNode,
@@ -40,7 +41,6 @@ SAME_REPORT = timedelta(minutes=10)
 FORGOTTEN = LIMIT // 20
 # The workers of one node are not all seen to be lost in one pass.
 ONE_LOSS = timedelta(seconds=10)
-MAX_REASON = 200  # characters
 
 _OF_CAUSE = {
     Cause.NODE_LOST: Suspicion.NODE_LOST,
@@ -118,9 +118,10 @@ def _charged(before: SuspectNode | None, name: str, reasons: list[Suspicion], no
         again = now - before.at > ONE_LOSS
         points = min(MOST, _points(before, now) + (points if again else 0))
         reasons = [*reasons, *before.reasons]
-    # A node that is avoided has half of the limit at least, so one loss more is always enough.
-    reasons = list(dict.fromkeys(reasons))
-    return SuspectNode(name=name, points=points, at=now, excluded=points >= LIMIT, reasons=tuple(reasons))
+    # What is charged to an avoided node never ends its exclusion, also if the points do not reach the limit again.
+    is_avoided = before is not None and excluded_until(before, now) is not None
+    unique = tuple(dict.fromkeys(reasons))
+    return SuspectNode(name=name, points=points, at=now, excluded=is_avoided or points >= LIMIT, reasons=unique)
 
 
 def _points(node: SuspectNode, now: datetime) -> int:
@@ -159,7 +160,7 @@ def excluded(snapshot: Snapshot, restarts: Restarts, *, creates: bool) -> tuple[
             # While its status says so, its exclusion has no end that is known.
             name=name,
             until=None if name in fleet.faults else until.get(name),
-            reasons=tuple(text[:MAX_REASON] for text in reasons[name][:MAX_EXCLUSION_REASONS]),
+            reasons=tuple(text[:MAX_EXCLUSION_REASON] for text in reasons[name][:MAX_EXCLUSION_REASONS]),
         )
         for name in names[:MAX_EXCLUDED_NODES]
     )
