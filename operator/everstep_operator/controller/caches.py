@@ -33,7 +33,6 @@ from everstep_operator.runtime.randomness import Random
 BY_OWNER, BY_NODE = "owner", "node"  # of pods
 SUSPECT = "suspect"  # of nodes against which their status speaks, and of jobs whose losses speak against nodes
 
-
 T = TypeVar("T", bound=KubeObject)
 
 

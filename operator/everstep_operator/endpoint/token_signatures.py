@@ -1,12 +1,12 @@
 """Checks a token's signature by the API server's public keys, so that a forged token costs no request.
 
 A good signature is not enough: a TokenReview follows, because only that shows that the pod was deleted (or what
-`signed_tokens` looks at, where there is none). A token with an
-unknown key is neither accepted nor refused here, and possibly outdated keys refuse no token: the API server may sign
-with a key that this replica has not read yet, even under the id of an older one. So if a signature is bad and the keys
-are older than `RETRY`, the token waits until they are read again, and is judged by the new ones. Invariants: the keys
-are read at most once in `RETRY` seconds, whatever tokens arrive; no key is used with another algorithm than its own; a
-token costs at most `MAX_OF_ID` checks of a signature each time it is judged.
+`signed_tokens` looks at, where there is none). A token with an unknown key is neither accepted nor refused here, and
+possibly outdated keys refuse no token: the API server may sign with a key that this replica has not read yet, even
+under the id of an older one. So if a signature is bad and the keys are older than `RETRY`, the token
+waits until they are read again, and is judged by the new ones. Invariants: the keys are read at most once in `RETRY`
+seconds, whatever tokens arrive; no key is used with another algorithm than its own; a token costs at most `MAX_OF_ID`
+checks of a signature each time it is judged.
 """
 
 from __future__ import annotations
