@@ -56,6 +56,7 @@ def seen(nodes: list[Node], job: dict[str, Any] | None = None) -> Fleet:
         *(("KernelDeadlock", "True"), ("ReadonlyFilesystem", "True"), ("FrequentKubeletRestart", "True")),
         *(("FrequentUnregisterNetDevice", "True"), ("CorruptDockerOverlay2", "True"), ("KubeletUnhealthy", "True")),
         *(("XfsShutdown", "True"), ("CperHardwareErrorFatal", "True"), ("GPUMissing", "True"), ("NTPProblem", "True")),
+        *(("example.com/gpu-failed", "True"), ("DiskFailure", "True")),
         *(("IBLinkFlapping", "True"), ("NVLinkStatusInactive", "True"), ("UnhealthyNvidiaDevicePlugin", "True")),
         *(("AcceleratedHardwareReady", "False"), ("KernelReady", "False"), ("StorageReady", "False")),
     ],
@@ -73,6 +74,8 @@ def test_condition_that_says_what_is_wrong_speaks_against_a_node(condition: tupl
         *(("EtcdIsVoter", "True"), ("VMEventScheduled", "True"), ("NetworkUnavailable", "True")),
         *(("MemoryPressure", "True"), ("DiskPressure", "True"), ("PIDPressure", "True"), ("OutOfDisk", "True")),
         *(("CloudProviderInitialized", "True"), ("GpuReadyForUse", "True"), ("FirmwareUpToDate", "False")),
+        *(("DefaultRouteReady", "True"), ("FailoverActive", "True"), ("ErrorFree", "True"), ("NoProblems", "True")),
+        *(("FaultToleranceEnabled", "True"), ("example.com/default-route", "True")),
     ],
 )
 def test_condition_that_may_be_of_a_node_that_is_well_says_nothing(condition: tuple[str, str]) -> None:
@@ -134,20 +137,61 @@ def test_only_nodes_on_which_the_pod_could_run_count() -> None:
     assert seen([node("kept", ("KernelDeadlock", "True"), taints=keep)]).faults == {}
 
 
-def job(uid: str, *names: str, points: int = 200, at: datetime = NOW, excluded: bool = True) -> Unstructured:
+def job(
+    uid: str,
+    *names: str,
+    points: int = 200,
+    at: datetime = NOW,
+    excluded: bool = True,
+    namespace: str = "default",
+) -> Unstructured:
     suspects = [
         {"name": name, "points": points, "at": at.isoformat(), "excluded": excluded, "reasons": ["NodeLost"]}
         for name in names
     ]
-    return Unstructured(metadata=ObjectMeta(uid=uid), status={"restarts": {"suspectNodes": suspects}})
+    metadata = ObjectMeta(uid=uid, namespace=namespace)
+    return Unstructured(metadata=metadata, status={"restarts": {"suspectNodes": suspects}})
 
 
 def test_node_is_avoided_by_all_jobs_when_two_others_avoid_it() -> None:
     accusers = fleet.Accusers()
     accusers.read(NOW, [job("a", "n1", "n2"), job("b", "n1", points=100), job("c", "n2", excluded=False)])
     end = NOW + HALF_LIFE  # when the second of them forgets it
-    assert accusers.against("z") == {"n1": end}
-    assert accusers.against("a") == accusers.against("b") == {}, "a job is no witness for itself"
+    assert accusers.against("z", "default") == {"n1": end}
+    assert accusers.against("a", "default") == accusers.against("b", "default") == {}, "a job is no witness for itself"
+
+
+def test_one_namespace_is_one_accuser_for_others_however_many_jobs_it_has() -> None:
+    accusers = fleet.Accusers()
+    jobs = [job("a", "n1", namespace="theirs"), job("b", "n1", namespace="theirs"), job("c", "n2", "n2")]
+    accusers.read(NOW, [*jobs, job("d", "n2", namespace="theirs")])
+    assert accusers.against("z", "ours") == {"n2": NOW + 2 * HALF_LIFE}, "default and theirs"
+    assert list(accusers.against("z", "theirs")) == ["n1", "n2"], "to a neighbour they are two jobs"
+    assert accusers.against("z", "default") == {"n2": NOW + 2 * HALF_LIFE}
+    assert accusers.against("d", "theirs").keys() == {"n1"}, "one job that lists a node twice is one"
+
+
+def test_required_affinity_and_a_node_name_say_where_a_pod_could_run() -> None:
+    nodes = [node("g1", labels={"pool": "gpu", "gen": "9"}), node("g2", labels={"pool": "gpu"}), node("c1")]
+
+    def able(*terms: dict[str, Any], **spec: Any) -> list[str]:
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": list(terms)}}
+        affinity = {"nodeAffinity": required} if terms else None
+        return list(fleet.AbleNodes().of(NOW, template(affinity=affinity, **spec), lambda: nodes))
+
+    def expression(key: str, operator: str, *values: str) -> dict[str, Any]:
+        return {"key": key, "operator": operator, "values": list(values)}
+
+    assert able() == ["g1", "g2", "c1"]
+    assert able(nodeName="c1") == ["c1"]
+    assert able({"matchExpressions": [expression("pool", "In", "gpu")]}) == ["g1", "g2"]
+    assert able({"matchExpressions": [expression("pool", "In", "gpu"), expression("gen", "Gt", "8")]}) == ["g1"]
+    assert able({"matchExpressions": [expression("gen", "Lt", "9")]}) == []
+    assert able({"matchExpressions": [expression("pool", "NotIn", "gpu")]}) == ["c1"]
+    assert able({"matchExpressions": [expression("gen", "DoesNotExist")]}) == ["g2", "c1"]
+    by_name = {"matchFields": [expression("metadata.name", "In", "g2")]}
+    assert able({"matchExpressions": [expression("gen", "Exists")]}, by_name) == ["g1", "g2"], "one term is enough"
+    assert able({}) == [], "as for the scheduler, an empty term selects nothing"
 
 
 def test_what_another_version_or_a_person_has_written_accuses_nobody_and_breaks_nothing() -> None:
@@ -157,7 +201,7 @@ def test_what_another_version_or_a_person_has_written_accuses_nobody_and_breaks_
     jobs = [ahead, forgotten, *(Unstructured(metadata=ObjectMeta(uid=str(s)), status=s) for s in odd)]
     accusers = fleet.Accusers()
     accusers.read(NOW, jobs)
-    assert accusers.against("z") == {}
+    assert accusers.against("z", "default") == {}
     assert not any(fleet.accuses(Unstructured(status=s)) for s in ({}, {"restarts": None}, {"restarts": {}}))
 
 
@@ -165,9 +209,9 @@ def test_statuses_of_all_jobs_are_read_again_after_some_seconds() -> None:
     accusers = fleet.Accusers()
     accusers.read(NOW, [])
     accusers.read(NOW + timedelta(seconds=9), [job("a", "n1"), job("b", "n1")])
-    assert accusers.against("z") == {}
+    assert accusers.against("z", "default") == {}
     accusers.read(NOW + timedelta(seconds=10), [job("a", "n1"), job("b", "n1")])
-    assert list(accusers.against("z")) == ["n1"]
+    assert list(accusers.against("z", "default")) == ["n1"]
 
 
 def test_nodes_are_read_once_in_some_seconds_for_all_jobs_that_ask_for_the_same() -> None:

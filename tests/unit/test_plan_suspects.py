@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ from everstep_operator.api.status import Restarts, Status
 from everstep_operator.plan.actions import CreatePod
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
-from everstep_operator.plan.snapshot import NodeHealth, NodeView, PodPhase, WorkerPod
+from everstep_operator.plan.snapshot import Fleet, NodeHealth, NodeView, PodPhase, WorkerPod
 from everstep_operator.plan.state import suspects
 from everstep_operator.plan.state.losses import Loss
 from everstep_operator.plan.state.suspects import HALF_LIFE, LIMIT, MOST, ONE_LOSS, Accusation, counted, excluded_until
@@ -49,6 +50,10 @@ def test_workers_that_are_lost_with_one_node_are_one_loss_also_if_several_passes
         restarts = counted(restarts.suspect_nodes[0].at + ONE_LOSS, restarts, [LOST] * 8)
     assert restarts.suspect_nodes[0].points <= suspects.POINTS
     assert not restarts.suspect_nodes[0].excluded
+
+
+def test_node_that_loses_a_worker_every_few_seconds_is_charged_for_it_again_and_again() -> None:
+    assert after(*[timedelta(seconds=9)] * 3).suspect_nodes[0].excluded
 
 
 @given(gaps=st.lists(st.integers(11, 7200), min_size=1, max_size=40))
@@ -130,6 +135,7 @@ def test_only_what_the_script_cannot_have_done_accuses_a_node(cause: Cause) -> N
         ("RuntimeError: CUDA error: an illegal memory access was encountered", False),
         ("OSError: [Errno 5] Input/output error: '/data/x'", False),  # perhaps of a file system that all nodes share
         ("RuntimeError: No CUDA GPUs are available", False),  # perhaps the image
+        ("ValueError: unknown class 'hardware error'", False),
         ("", False),
     ],
 )
@@ -140,10 +146,28 @@ def test_error_that_names_the_hardware_accuses_the_node(error: str, accuses: boo
     assert suspects.of_losses([by_detail], {}) == suspects.of_losses([by_line], {}) == wanted
 
 
+def test_what_other_jobs_say_never_takes_away_what_the_job_has_met_itself() -> None:
+    snapshot, able = ElasticWorld().snapshot(), dict.fromkeys(NODES, True)
+    own = counted(snapshot.now, Restarts(), [LOST])
+    own = counted(snapshot.now + timedelta(minutes=1), own, [LOST])
+    accused = dict.fromkeys(("n2", "n3"), snapshot.now + HALF_LIFE)
+
+    def excluded(restarts: Restarts, **fleet: Any) -> list[str]:
+        seen = replace(snapshot, fleet=Fleet(able, **fleet))
+        return sorted(node.name for node in suspects.excluded(seen, restarts, creates=True))
+
+    assert excluded(own) == ["n1"]
+    assert excluded(Restarts(), accused=accused) == ["n2", "n3"]
+    assert excluded(own, accused={"n2": accused["n2"]}) == ["n1", "n2"]
+    assert excluded(own, accused=accused) == ["n1"], "more than half of the nodes"
+
+
 def test_image_that_cannot_be_pulled_in_time_accuses_no_node() -> None:
     late = Loss(0, Cause.START_TIMEOUT, "not started in 60 s", "digits-w0-0", "n1")
     assert suspects.of_losses([late], {0: pod()}) == [Accusation("n1", Suspicion.START_TIMEOUT)]
     assert suspects.of_losses([late], {0: pod("ErrImagePull: not found")}) == []
+    assert suspects.of_losses([late], {0: replace(pod(), starting="init container fetch runs")}) == []
+    assert suspects.of_losses([late], {0: replace(pod(), starting="its kubelet has not begun")}) != []
     assert suspects.of_losses([Loss(0, Cause.START_TIMEOUT, "no node", "digits-w0-0")], {}) == []
 
 

@@ -15,17 +15,20 @@ from pydantic import ValidationError
 
 from everstep.contract import labels
 from everstep_operator.api.status import SuspectNode
-from everstep_operator.kube.wire import Node, Taint, Unstructured
+from everstep_operator.kube.wire import Node, ObjectMeta, Taint, Unstructured
 from everstep_operator.plan.snapshot import Fleet
 from everstep_operator.plan.state import suspects
 
-# Of `KernelDeadlock`, `ReadonlyFilesystem`, `FrequentKubeletRestart`, `XfsShutdown`, `GPUMissing`, … Not of pressure,
-# nor of the network: taints keep pods away from those.
-_FAULT = re.compile(
-    r"Deadlock|Read-?only|Unhealthy|Problem|Corrupt|Fatal|Error|Fail|Fault|Missing|Broken|Degraded|Frequent|Flapping"
-    r"|Inactive|FilesystemShutdown|XfsShutdown|Hung|Stuck",
-    re.IGNORECASE,
+# Words in `KernelDeadlock`, `ReadonlyFilesystem`, `FrequentKubeletRestart`, `XfsShutdown`, `GPUMissing`, … Not of
+# pressure, nor of the network: taints keep pods away from those. A word begins with a capital, or behind a sign:
+# `DefaultRoute` has no fault.
+_WORDS_OF_FAULTS = (
+    "Deadlock|Read-?[Oo]nly|Unhealthy|Problem|Corrupt|Fatal|Error|Fail(?!over)|Fault|Missing|Broken|Degraded|Frequent"
+    "|Flapping|Inactive|FilesystemShutdown|XfsShutdown|Hung|Stuck"
 )
+_FAULT = re.compile(rf"{_WORDS_OF_FAULTS}|(?<![A-Za-z])(?i:{_WORDS_OF_FAULTS})")
+# Of `ErrorFree`, `NoProblems`, `FaultToleranceEnabled`, which are true of a node that is well.
+_NO_FAULT = re.compile(r"Free|Tolera|Enabled|Ready|(?:^|[^A-Za-z])No(?=[A-Z])|Without")
 # Conditions of node monitors that are false of a node that is not well.
 _WELL = frozenset(
     {"AcceleratedHardwareReady", "KernelReady", "StorageReady", "NetworkingReady", "ContainerRuntimeReady"}
@@ -33,8 +36,8 @@ _WELL = frozenset(
 _KUBERNETES_OWN = re.compile(r"(?:.*\.)?kubernetes\.io/.*|hugepages-.*")
 MAX_WORDS = 120  # characters of a node's own message
 MAX_FAULTS = 4  # of one node
-# Several jobs have to speak against a node before it is avoided by jobs that have met nothing there: nobody can take a
-# node from others alone.
+# So many have to speak against a node before jobs avoid it that have met nothing there. Each other job of the same
+# namespace is one, and each other namespace: its jobs may all be one tenant's, who shall not take a node from others.
 ACCUSERS = 2
 READ_AGAIN = timedelta(seconds=10)
 MAX_REQUESTS = 32  # of different templates, for which all nodes are kept
@@ -45,7 +48,7 @@ def conditions(node: Node) -> tuple[str, ...]:
     spoken = []
     for condition in sorted(node.status.conditions, key=lambda c: c.type):
         wrong = condition.status == "False" if condition.type in _WELL else (
-            condition.status == "True" and _FAULT.search(condition.type) is not None
+            condition.status == "True" and _names_a_fault(condition.type)
         )  # fmt: skip
         if wrong:
             words = " ".join((condition.message or condition.reason).split())[:MAX_WORDS]
@@ -66,6 +69,10 @@ def devices(node: Node) -> dict[str, tuple[int, int]]:
     return short
 
 
+def _names_a_fault(condition: str) -> bool:
+    return _FAULT.search(condition) is not None and _NO_FAULT.search(condition) is None
+
+
 def is_suspect(node: Node) -> bool:
     """Whether the node's status says anything against it."""
     return bool(conditions(node) or devices(node))
@@ -82,7 +89,7 @@ class Accusers:
 
     def __init__(self) -> None:
         self._read_at: datetime | None = None
-        self._by_node: dict[str, list[tuple[datetime, str]]] = {}
+        self._by_node: dict[str, list[tuple[datetime, ObjectMeta]]] = {}
 
     def read(self, now: datetime, jobs: Iterable[Unstructured]) -> None:
         """Take the jobs for which `accuses` holds."""
@@ -92,15 +99,19 @@ class Accusers:
         for job in jobs:
             for node in _suspects(job):
                 if node.at <= now and (until := suspects.excluded_until(node, now)) is not None:
-                    self._by_node.setdefault(node.name, []).append((until, job.metadata.uid))
+                    self._by_node.setdefault(node.name, []).append((until, job.metadata))
 
-    def against(self, job_uid: str) -> dict[str, datetime]:
-        """The nodes that enough other jobs avoid, and until when."""
+    def against(self, job_uid: str, namespace: str) -> dict[str, datetime]:
+        """The nodes that enough others than this job avoid, and until when."""
         ends = {}
         for name, by_job in self._by_node.items():
-            others = sorted((until for until, uid in by_job if uid != job_uid), reverse=True)
+            others: dict[str, datetime] = {}
+            for until, job in by_job:
+                if job.uid != job_uid:
+                    accuser = job.uid if job.namespace == namespace else f"namespace {job.namespace}"
+                    others[accuser] = max(until, others.get(accuser, until))
             if len(others) >= ACCUSERS:
-                ends[name] = others[ACCUSERS - 1]
+                ends[name] = sorted(others.values(), reverse=True)[ACCUSERS - 1]
         return ends
 
 
@@ -126,7 +137,8 @@ class AbleNodes:
     def of(self, now: datetime, template: Mapping[str, Any], nodes: Callable[[], Iterable[Node]]) -> dict[str, bool]:
         spec = template.get("spec") or {}
         devices_wanted = _devices_of(spec)
-        request = repr((spec.get("nodeSelector"), spec.get("tolerations"), sorted(devices_wanted)))
+        placement = [spec.get(key) for key in ("nodeSelector", "nodeName", "affinity", "tolerations")]
+        request = repr((placement, sorted(devices_wanted)))
         if (known := self._by_request.get(request)) is not None and _is_recent(known[0], now):
             return known[1]
         able = {node.metadata.name: _is_ready(node) for node in nodes() if _fits(node, spec, devices_wanted)}
@@ -158,8 +170,10 @@ def _is_ready(node: Node) -> bool:
 
 
 def _fits(node: Node, spec: Mapping[str, Any], devices_wanted: frozenset[str]) -> bool:
-    """Whether the pod could run there, as far as the node's labels, taints and devices say. That it is full does not
-    matter."""
+    """Whether the pod could run there, as far as the node's name, labels, taints and devices say. That it is full does
+    not matter."""
+    if spec.get("nodeName") not in (None, "", node.metadata.name) or not _is_selected(node, spec):
+        return False
     selector = spec.get("nodeSelector") or {}
     if any(node.metadata.labels.get(key) != value for key, value in selector.items()):
         return False
@@ -169,6 +183,43 @@ def _fits(node: Node, spec: Mapping[str, Any], devices_wanted: frozenset[str]) -
     # What a fault or a lack of readiness sets, ends with it: a node that is out for a while still counts.
     lasting = (t for t in node.spec.taints if t.effect in ("NoSchedule", "NoExecute") and not _is_passing(t))
     return not node.spec.unschedulable and all(any(_tolerates(t, taint) for t in tolerations) for taint in lasting)
+
+
+def _is_selected(node: Node, spec: Mapping[str, Any]) -> bool:
+    """Whether a required node affinity, which only the API server has checked, admits the node."""
+    required: Any = spec
+    for key in ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution", "nodeSelectorTerms"):
+        required = required.get(key) if isinstance(required, Mapping) else None
+    if not isinstance(required, list):
+        return True
+    own = {"metadata.name": node.metadata.name}
+    return any(
+        isinstance(term, Mapping)
+        and bool(term.get("matchExpressions") or term.get("matchFields"))
+        and all(_matches(e, node.metadata.labels) for e in term.get("matchExpressions") or ())
+        and all(_matches(e, own) for e in term.get("matchFields") or ())
+        for term in required
+    )
+
+
+def _matches(requirement: Mapping[str, Any], labels_of_node: Mapping[str, str]) -> bool:
+    value = labels_of_node.get(str(requirement.get("key")))
+    values = [str(each) for each in requirement.get("values") or ()]
+    match requirement.get("operator"):
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case "Gt" | "Lt" as operator:
+            if value is None or not value.isdecimal() or len(values) != 1 or not values[0].isdecimal():
+                return False
+            return int(value) > int(values[0]) if operator == "Gt" else int(value) < int(values[0])
+        case _:
+            return False
 
 
 def _is_passing(taint: Taint) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from everstep.contract import labels
 from everstep_operator.kube.wire import Condition, ContainerStatus, ContainerTerminated, Pod
-from everstep_operator.plan.snapshot import InitFailure
+from everstep_operator.plan.snapshot import INIT_RUNS, InitFailure
 from everstep_operator.worker_pods import has_started
 
 MAX_WORDS = 300  # characters of a message
@@ -52,7 +52,7 @@ def starting(pod: Pod) -> str | None:
     for init in pod.status.init_container_statuses:
         # A native side-car that runs is ready; any other init container is ready when it has ended with 0.
         if init.state.running is not None and not init.ready:
-            return f"init container {init.name} runs"
+            return f"{INIT_RUNS}{init.name} runs"
     sandbox = conditions.get("PodReadyToStartContainers")
     if sandbox is not None and sandbox.status == "False":
         return NOT_PREPARED

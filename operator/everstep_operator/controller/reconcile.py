@@ -305,7 +305,7 @@ class Reconciler:
             return Fleet()
         faulty = nodes.by_index(SUSPECT, SUSPECT)
         self._accusers.read(self._clock.now(), self._caches.jobs.by_index(SUSPECT, SUSPECT))
-        accused = self._accusers.against(job.uid)
+        accused = self._accusers.against(job.uid, job.namespace)
         if not (faulty or accused or job.status.restarts.suspect_nodes):
             return Fleet()
         able = self._able_nodes.of(self._clock.now(), job.spec.template, nodes.list)

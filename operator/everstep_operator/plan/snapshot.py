@@ -24,6 +24,9 @@ class PodPhase(StrEnum):
     UNKNOWN = "Unknown"
 
 
+INIT_RUNS = "init container "  # how `WorkerPod.starting` begins while one runs
+
+
 @dataclass(frozen=True, slots=True)
 class Exit:
     """How the worker container ended, as the kubelet reports it."""
@@ -74,7 +77,7 @@ class WorkerPod:
     spec_hash: str | None = None  # of the spec that it was made from; None: an older operator made it
     started_at: datetime | None = None  # when the worker container began to run
     joining: bool = False  # the container runs, and its start-up probe has not succeeded
-    starting: str | None = None  # what it waits for before that, without any fault that is known
+    starting: str | None = None  # what it waits for before that, without any fault that is known; see `INIT_RUNS`
     init_failure: InitFailure | None = None
     disrupted_at: datetime | None = None  # when `disruption` became true, or the pod's own deadline was over
     scheduled_at: datetime | None = None  # when it was bound to its node
@@ -166,7 +169,7 @@ class NodeView:
 class Fleet:
     """What the cluster's nodes and other jobs say that matters to the place of a new pod. It is empty while nothing
     speaks against any node. `able`: the nodes on which the pod could run, and whether each is ready. `faults`: what
-    the status of such a node says against it. `accused`: nodes that several other jobs avoid, and until when."""
+    the status of such a node says against it. `accused`: nodes that enough others avoid, and until when."""
 
     able: Mapping[str, bool] = field(default_factory=dict)
     faults: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

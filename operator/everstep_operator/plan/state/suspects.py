@@ -6,7 +6,7 @@ look the same on each.
 
 Invariants: every exclusion ends by itself, or with the fact in the node's own status that it follows. If losses speak
 against more than half of the nodes that the job could use, the nodes are not the cause, and these losses count for
-nothing. One node that is ready is always left.
+nothing. What other jobs say never takes away what the job itself has met. One node that is ready is always left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from everstep_operator.api.status import (
     Restarts,
     SuspectNode,
 )
-from everstep_operator.plan.snapshot import Fleet, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import INIT_RUNS, Fleet, Snapshot, WorkerPod
 from everstep_operator.plan.state.losses import Loss
 
 HALF_LIFE = timedelta(hours=1)
@@ -50,7 +50,7 @@ _OF_CAUSE = {
 # Errors that name the hardware, of CUDA, NCCL, ROCm and the kernel. A program that is wrong does not cause them.
 _HARDWARE = re.compile(
     r"uncorrectable (?:NVLink|ECC) error|ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE|fallen off the bus|hardware stack error"
-    r"|\bXid \(|Unrecovered (?:ECC|memory) error|HSA_STATUS_ERROR_HARDWARE|\bHardware Error\b",
+    r"|\bXid \(|Unrecovered (?:ECC|memory) error|HSA_STATUS_ERROR_HARDWARE|\[Hardware Error\]",
     re.IGNORECASE,
 )
 
@@ -68,8 +68,13 @@ def of_losses(lost: Iterable[Loss], current: Mapping[int, WorkerPod]) -> list[Ac
     accusations = []
     for loss in lost:
         pod = current.get(loss.index)
-        # An image or a configuration that cannot be used is the same on each node.
-        has_fault_of_its_own = loss.cause is Cause.START_TIMEOUT and pod is not None and pod.waiting is not None
+        # An image or a configuration that cannot be used is the same on each node, and so is an init container that
+        # takes too long.
+        has_fault_of_its_own = (
+            loss.cause is Cause.START_TIMEOUT
+            and pod is not None
+            and (pod.waiting is not None or (pod.starting or "").startswith(INIT_RUNS))
+        )
         what = _suspicion(loss)
         if loss.node is not None and what is not None and not has_fault_of_its_own:
             accusations.append(Accusation(loss.node, what))
@@ -114,14 +119,17 @@ def counted(now: datetime, restarts: Restarts, accusations: Iterable[Accusation]
 
 def _charged(before: SuspectNode | None, name: str, reasons: list[Suspicion], now: datetime) -> SuspectNode:
     points = max(POINTS_OF.get(reason, POINTS) for reason in reasons)
+    at = now
     if before is not None:
-        again = now - before.at > ONE_LOSS
-        points = min(MOST, _points(before, now) + (points if again else 0))
         reasons = [*reasons, *before.reasons]
+        if timedelta(0) <= now - before.at <= ONE_LOSS:
+            points, at = max(points, before.points), before.at
+        else:
+            points = min(MOST, _points(before, now) + points)
     # What is charged to an avoided node never ends its exclusion, also if the points do not reach the limit again.
     is_avoided = before is not None and excluded_until(before, now) is not None
     unique = tuple(dict.fromkeys(reasons))
-    return SuspectNode(name=name, points=points, at=now, excluded=is_avoided or points >= LIMIT, reasons=unique)
+    return SuspectNode(name=name, points=points, at=at, excluded=is_avoided or points >= LIMIT, reasons=unique)
 
 
 def _points(node: SuspectNode, now: datetime) -> int:
@@ -175,11 +183,14 @@ def _by_losses(
     for node in restarts.suspect_nodes:
         if node.name in fleet.able and (end := excluded_until(node, snapshot.now)) is not None:
             until[node.name], reasons[node.name] = end, [", ".join(node.reasons)]
-    for name, end in fleet.accused.items():
-        if name in fleet.able and end > snapshot.now:
+    if 2 * len(until) > len(fleet.able):
+        until, reasons = {}, {}
+    accused = {name: end for name, end in fleet.accused.items() if name in fleet.able and end > snapshot.now}
+    if 2 * len({*until, *accused}) <= len(fleet.able):
+        for name, end in accused.items():
             until[name] = max(end, until.get(name, end))
             reasons.setdefault(name, []).append("other jobs exclude it")
-    return ({}, {}) if 2 * len(until) > len(fleet.able) else (until, reasons)
+    return until, reasons
 
 
 def ends(now: datetime, nodes: Iterable[ExcludedNode]) -> datetime | None:
