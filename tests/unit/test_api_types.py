@@ -7,6 +7,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
 from everstep_operator.api import (
@@ -27,7 +28,8 @@ from everstep_operator.api import (
     parse_status,
 )
 from everstep_operator.api.allowlist import checkpoint_url_refusal
-from everstep_operator.api.status import World
+from everstep_operator.api.conditions import Suspicion
+from everstep_operator.api.status import CheckpointStatus, Failure, Progress, StateSeconds, World
 
 ETCD = {"endpoints": ["http://etcd-0:2379", "http://etcd-1:2379"]}
 
@@ -221,6 +223,84 @@ def test_status_can_be_read_whatever_a_field_holds(value: Any) -> None:
         field = to_camel(name)
         status = parse_status({"observedGeneration": 5, field: value})
         assert field == "observedGeneration" or status.observed_generation == 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "left"),
+    [
+        ({"reasons": ["OfANewerOperator", "Hang"]}, {"n": (Suspicion.HANG,), "m": ()}),
+        ({"reasons": [None, "Hang"]}, {"n": (Suspicion.HANG,), "m": ()}),
+        ({"name": 1}, {"m": ()}),
+        ({"points": "1"}, {"m": ()}),
+        ({"at": "yesterday", "reasons": ["OfANewerOperator"]}, {"m": ()}),
+    ],
+)
+def test_wrong_entry_about_a_node_leaves_the_restart_budget_charged(
+    wrong: dict[str, Any], left: dict[str, tuple[Suspicion, ...]]
+) -> None:
+    node = {"points": 60, "at": "2026-01-01T00:00:00Z"}
+    listed = [{**node, "name": "n", **wrong}, {**node, "name": "m"}]
+    restarts = parse_status({"restarts": {"userCode": 3, "inWindow": 2, "total": 3, "suspectNodes": listed}}).restarts
+    assert (restarts.user_code, restarts.in_window, restarts.total) == (3, 2, 3)
+    assert {node.name: node.reasons for node in restarts.suspect_nodes} == left
+
+
+def test_list_longer_than_this_version_allows_keeps_its_first_entries() -> None:
+    rejected = [f"n{index}" for index in range(30)]
+    status = parse_status({"restarts": {"userCode": 3, "rejectedBy": rejected}})
+    assert (status.restarts.user_code, status.restarts.rejected_by) == (3, tuple(rejected[:8]))
+    ranges = [{"first": 0, "last": 0, "incarnation": 0}] * 5000
+    assert parse_status({"roster": {"wanted": 2, "workers": ranges}}).roster is None, "a part would be another roster"
+
+
+def test_roster_or_world_with_a_wrong_part_is_not_read_in_parts() -> None:
+    """The workers of a range that is left out would be deleted."""
+    ranges = [{"first": 0, "last": 0, "incarnation": 0}, {"first": 1, "last": 1, "incarnation": "0"}]
+    status = parse_status(
+        {"roster": {"wanted": 2, "workers": ranges}, "world": {"round": 7, "size": "2"}, "readyReplicas": 2}
+    )
+    assert (status.roster, status.world, status.ready_replicas) == (None, World(), 2)
+
+
+@pytest.mark.parametrize("value", ["", 7, -1, 0.5, True, [1], [{"type": 1}], {"a": 1}, {}, [], 2**70])
+@pytest.mark.parametrize(
+    ("section", "kept"),
+    [
+        ("restarts", ("userCode", 3)),
+        ("restarts", ("inWindow", 3)),
+        ("progress", ("step", 3)),
+        ("checkpoint", ("lastCommittedStep", 3)),
+        ("stateSeconds", ("productive", 3)),
+        ("failure", ("message", "why")),
+    ],
+)
+def test_wrong_field_of_a_section_of_a_status_takes_no_other_with_it(
+    section: str, kept: tuple[str, Any], value: Any
+) -> None:
+    required = {"cause": "Error", "message": "why"} if section == "failure" else {}
+    models: dict[str, type[BaseModel]] = {
+        "restarts": Restarts,
+        "progress": Progress,
+        "checkpoint": CheckpointStatus,
+        "stateSeconds": StateSeconds,
+        "failure": Failure,
+    }
+    for name in map(to_camel, models[section].model_fields):
+        if name not in (*required, kept[0]):
+            status = parse_status({section: {**required, kept[0]: kept[1], name: value}}).to_wire()
+            assert status[section][kept[0]] == kept[1], name
+
+
+def test_wrong_line_or_figure_is_left_out_alone() -> None:
+    status = parse_status(
+        {
+            "failure": {"cause": "Error", "message": "why", "logLines": ["a", 7, "b"], "exitCode": 999},
+            "progress": {"step": 5, "metrics": {"loss": "0.5", "rate": 3, "": "x"}},
+        }
+    )
+    assert status.failure is not None
+    assert (status.failure.log_lines, status.failure.exit_code) == (("a", "b"), None)
+    assert (status.progress.step, status.progress.metrics) == (5, {"loss": "0.5"})
 
 
 def test_times_are_written_in_utc_and_whole_seconds() -> None:
