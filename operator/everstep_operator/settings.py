@@ -154,7 +154,6 @@ class OperatorSettings:
         value."""
         sources = Sources(environ, flags or {})
         defaults = {v.name: v.default for v in VARIABLES}
-        prefixes = sources.text("EVERSTEP_CHECKPOINT_URL_PREFIXES")
         level = sources.text("EVERSTEP_LOG_LEVEL", defaults["EVERSTEP_LOG_LEVEL"])
         if level.upper() not in LEVELS:
             raise SettingsError(
@@ -181,7 +180,7 @@ class OperatorSettings:
             port=number("EVERSTEP_PORT", 0, 65535),
             probe_port=number("EVERSTEP_PROBE_PORT", 0, 65535),
             report_url=sources.text("EVERSTEP_REPORT_URL"),
-            checkpoint_url_prefixes=tuple(p.strip() for p in prefixes.split(",") if p.strip()),
+            checkpoint_url_prefixes=_listed(sources, "EVERSTEP_CHECKPOINT_URL_PREFIXES", "any URL"),
             job_network_policies=switch("EVERSTEP_JOB_NETWORK_POLICIES"),
             lease_seconds=number("EVERSTEP_LEASE_SECONDS", 3, 120),
             workers=number("EVERSTEP_WORKERS", 1, 1024),
@@ -193,9 +192,22 @@ class OperatorSettings:
         )
 
 
+def _listed(sources: Sources, name: str, without: str) -> tuple[str, ...]:
+    """What is between the commas. A text of commas alone is refused: whoever wrote it meant to limit something, and an
+    empty list limits nothing. `without`: what an empty text means."""
+    text = sources.text(name)
+    listed = tuple(part.strip() for part in text.split(",") if part.strip())
+    if text and not listed:
+        raise SettingsError(
+            f"{sources.source_of(name)}: {text!r} names nothing: write what is meant, or leave it empty, which means "
+            f"{without}"
+        )
+    return listed
+
+
 def _namespaces(sources: Sources) -> tuple[str, ...]:
     name = "EVERSTEP_WATCH_NAMESPACES"
-    names = tuple(dict.fromkeys(n.strip() for n in sources.text(name).split(",") if n.strip()))
+    names = tuple(dict.fromkeys(_listed(sources, name, "all of the cluster")))
     for each in names:
         if _NAMESPACE.fullmatch(each) is None:
             raise SettingsError(f"{sources.source_of(name)}: {each!r} is no name of a namespace")

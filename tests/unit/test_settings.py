@@ -62,6 +62,23 @@ def test_namespaces_that_cannot_be_watched_are_refused(value: str, why: str) -> 
         OperatorSettings.from_env({}, {"EVERSTEP_WATCH_NAMESPACES": value})
 
 
+@pytest.mark.parametrize("value", [",", " ", " , ,"])
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("EVERSTEP_WATCH_NAMESPACES", "--watch-namespaces"),
+        ("EVERSTEP_CHECKPOINT_URL_PREFIXES", "--checkpoint-url-prefixes"),
+    ],
+)
+def test_list_of_nothing_is_refused_and_does_not_mean_all(name: str, flag: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{name}: '{value}' names nothing"):
+        OperatorSettings.from_env({name: value})
+    with pytest.raises(SettingsError, match=f"^{flag}: '{value}' names nothing"):
+        OperatorSettings.from_env({}, {name: value})
+    empty = OperatorSettings.from_env({name: ""})
+    assert (empty.watch_namespaces, empty.checkpoint_url_prefixes) == ((), ())
+
+
 def test_switch_that_is_neither_true_nor_false_is_refused() -> None:
     with pytest.raises(SettingsError, match="EVERSTEP_READ_NODES: 'no' is neither true nor false"):
         OperatorSettings.from_env({"EVERSTEP_READ_NODES": "no"})
