@@ -163,6 +163,27 @@ def test_nulls_are_absent_fields_but_stay_in_the_template() -> None:
         ({"worker": {"env": [{"name": f"V{i}"} for i in range(1001)]}}, "spec.template.spec.containers[0].env"),
         ({"worker": {"args": ["a", "x" * 32_769]}}, "spec.template.spec.containers[0].args[1]"),
         ({"worker": {"command": "torchrun"}}, "spec.template.spec.containers[0].command"),
+        ({"worker": {"resources": "x"}}, "spec.template.spec.containers[0].resources"),
+        ({"worker": {"resources": {"limits": 5}}}, "spec.template.spec.containers[0].resources.limits"),
+        ({"worker": {"resources": {"requests": ["a"]}}}, "spec.template.spec.containers[0].resources.requests"),
+        (
+            {"worker": {"resources": {"claims": 5}}, "processesPerReplica": "auto"},
+            "spec.template.spec.containers[0].resources.claims",
+        ),
+        *(
+            ({"template": {"spec": {"containers": [{"name": "worker"}], **fields}}}, f"spec.template.spec.{path}")
+            for fields, path in (
+                ({"nodeSelector": "x"}, "nodeSelector"),
+                ({"nodeSelector": ["x"]}, "nodeSelector"),
+                ({"nodeSelector": {"gpu": True}}, "nodeSelector.gpu"),
+                ({"affinity": "x"}, "affinity"),
+                ({"affinity": {"nodeAffinity": "x"}}, "affinity.nodeAffinity"),
+                (
+                    {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": 1}}},
+                    "affinity.nodeAffinity.preferredDuringSchedulingIgnoredDuringExecution",
+                ),
+            )
+        ),
         *(
             ({"template": {"spec": {"containers": [{"name": "worker"}], field: value}}}, f"spec.template.spec.{field}")
             for field in ("terminationGracePeriodSeconds", "activeDeadlineSeconds")

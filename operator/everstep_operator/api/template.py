@@ -41,6 +41,22 @@ _VARIABLE: dict[str, Any] = {
         "value": {"type": "string", "maxLength": MAX_ARG_LENGTH},
     },
 }
+# What the operator reads or adds to must have its shape here. Else a plan would fail on it only once something speaks
+# against a node.
+_AMOUNTS: dict[str, Any] = {**_OPEN, "maxProperties": 64}
+_RESOURCES: dict[str, Any] = {
+    **_OPEN,
+    "properties": {"limits": _AMOUNTS, "requests": _AMOUNTS, "claims": _list_of(_OPEN, 64)},
+}
+_AFFINITY: dict[str, Any] = {
+    **_OPEN,
+    "properties": {
+        "nodeAffinity": {
+            **_OPEN,
+            "properties": {"preferredDuringSchedulingIgnoredDuringExecution": _list_of(_OPEN, 256)},
+        },
+    },
+}
 _CONTAINER: dict[str, Any] = {
     **_OPEN,
     "required": ["name"],
@@ -53,6 +69,7 @@ _CONTAINER: dict[str, Any] = {
         "envFrom": _list_of(_OPEN, 64),
         "ports": _list_of(_OPEN, 100),
         "volumeMounts": _list_of(_OPEN, MAX_VOLUMES),
+        "resources": _RESOURCES,
         "restartPolicy": {"type": "string", "maxLength": 63},
         "restartPolicyRules": _list_of(_OPEN, 20),
     },
@@ -94,6 +111,8 @@ TEMPLATE_SCHEMA: dict[str, Any] = {
                 "restartPolicy": {"type": "string", "maxLength": 63},
                 "terminationGracePeriodSeconds": _SECONDS,
                 "activeDeadlineSeconds": _SECONDS,
+                "nodeSelector": _STRINGS,
+                "affinity": _AFFINITY,
                 "tolerations": _list_of(_OPEN, 64),
                 "imagePullSecrets": _list_of(_OPEN, 64),
                 "hostAliases": _list_of(_OPEN, 64),
