@@ -15,84 +15,21 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
+from everstep.rehearse import remedies
 from everstep.rehearse.begun_anew import begun_anew
 from everstep.rehearse.live_change import NOT_COMPARED, counted, difference, is_comparable, keeps_batch
 from everstep.rehearse.measured_numbers import broken
 from everstep.rehearse.plan import AGAIN, LEAST_STEPS
 from everstep.rehearse.play import Played
 from everstep.rehearse.record import BUFFERS, DIGEST, NUMBER, Record, Steps
+from everstep.rehearse.remedies import MOST_NAMED
 from everstep.rehearse.written import differing_files, differing_prints
-from everstep.train.guards.remedies import of_tensors
 
 _Value = TypeVar("_Value")
 
-MOST_NAMED = 6
-ALIKE = (  # the rest of the advice on running statistics
-    "For the same bits write behind the step's last backward(), for each buffer in model.module.buffers(): "
-    "`if buffer.is_floating_point(): dist.all_reduce(buffer); buffer /= run.world_size`"
-)
 _STAMP = re.compile(r"^\d\d:\d\d:\d\d\S* everstep-run: (exit code \d+: )?")
 _CODE_ALONE = re.compile(r"rank \d+: exit code \d+")
-TRACK = (
-    "Track what steps change (`run.track(name=value)`; a number inside of a dictionary), or compute it anew in each "
-    "step from run.step"
-)
-SAVE = (
-    "Put what steps change into the state that `restore` and `save` are given (a number inside of a dictionary), or "
-    "compute it anew in each step from the step's number"
-)
-COMMIT = (
-    "Pass what steps change to hvd.elastic.TorchState(…) (a number, a text, a list, or an object with a state_dict), "
-    "or compute it anew from what is in it"
-)
-KEEP = (
-    "Keep what steps change as a number, a text, a list or a dictionary in an attribute of the callback or the module: "
-    "an object of a class of your own in it is not kept"
-)
-ANOTHER = "If the commit of --from is of another model: name one that this script has saved, with these arguments"
-UNCONVERTED = (
-    "the script never calls Everstep: it has no everstep.start, no everstep.Checkpointer and no adapter, so there is "
-    "no step to compare, and after a loss it would begin from nothing. docs/how-to-convert.md has the lines to write, "
-    "by the form of its loop"
-)
 STDOUT = "stdout"
-REPEATED = (
-    "Steps behind a commit are taken again after a restart, and written again: give each row its step and read the "
-    "last one of each, or cut the file to the restored step before the loop"
-)
-MISSED = (
-    "What rank 0 writes behind a step is lost if it is killed just then: let each rank keep its newest row, and the "
-    "next rank 0 write it"
-)
-OTHERWISE = "It was made from what a new process has not: track that, or compute it anew in each step"
-BYTES = "The bytes differ, which may have no cause in what is trained: the order of a set, a time, a name of a process"
-BATCH = "`run.loader(dataset, global_batch=N)`"
-LOADER = "`run.loader(dataset, …)` choose them, from a dataset that each process makes alike"
-SAMPLER = (
-    "hvd.elastic.ElasticSampler choose them: pass it to hvd.elastic.TorchState(…), and call its record_batch between a "
-    "batch and the commit"
-)
-PADDED = (
-    ". A collate_fn that pads to the longest row of a rank's batch gives other rows with other ranks: pad to one "
-    "length in the script, for its runs too, because a stamp counts for this program alone; or leave the change of "
-    "size out, --kill=rank,all, and do without a stamp"
-)
-SCALED = (
-    "it grows with the number of ranks. Where the batch of all ranks together stays the same, take the size for which "
-    "it was chosen (a number, or `run.once`), and not the present one"
-)
-PRESENT = (
-    "Compute what depends on the number of ranks anew in each step, from `run.world_size` or `dist.get_world_size()`: "
-    "a job may change its size while its processes live"
-)
-APART = (
-    'everstep.start(rng="rank") gives each rank its own. What has to be the same on all ranks, draw from run.shared_rng'
-)
-SEED = (
-    "Seed each rank otherwise, behind the making of the model: `torch.manual_seed(seed + dist.get_rank())`, and "
-    "`random.seed` and `numpy.random.seed` likewise"
-)
-FIT = "A batch of N // WORLD_SIZE for each rank"
 
 
 class Kind(StrEnum):
@@ -199,7 +136,7 @@ def _in_draws(calm: Played) -> list[Finding]:
         return []
     text = (
         f"all ranks drew the same random numbers in each step ({_listed(names)}) and had the same losses, so they "
-        f"train on the same samples: {SEED if calm.own_loop else APART}"
+        f"train on the same samples: {remedies.SEED if calm.own_loop else remedies.APART}"
     )
     return [Finding(Kind.DRAWS, (calm.scenario.title,), text, names=tuple(names))]
 
@@ -307,7 +244,7 @@ def _ended(run: Played) -> Finding | None:
         )
         return Finding(Kind.SIZE, title, text)
     if run.refused and run.code:
-        beginning = f". {ANOTHER}" if run.begins is not None and run.last == 0 else ""
+        beginning = f". {remedies.ANOTHER}" if run.begins is not None and run.last == 0 else ""
         return Finding(Kind.REFUSED, title, f"{run.refused}{_at(run, run.refused)}{beginning}{_anew(run)}", run.last)
     if run.proves_nothing:
         twice = ", twice" if run.first is not None else ""
@@ -331,7 +268,7 @@ def _ended(run: Played) -> Finding | None:
                 f". It had taken all of its {run.last} steps: what a script does at an epoch's end may need --steps of "
                 "a whole epoch"
             )
-        text += _anew(run, _advice(run))
+        text += _anew(run, remedies.of(run))
         return Finding(Kind.ENDED, title, text, run.last)
     if run.scenario.kills and run.killed == 0:
         points = ", ".join(kill.name for kill in run.scenario.kills)
@@ -339,7 +276,9 @@ def _ended(run: Played) -> Finding | None:
     if run.last == 0:
         complete = f". The commit of --from has {run.begins} steps: the script may take no more" if run.begins else ""
         text = (
-            UNCONVERTED if run.unconverted else f"ended before its first step, so there is nothing to compare{complete}"
+            remedies.UNCONVERTED
+            if run.unconverted
+            else f"ended before its first step, so there is nothing to compare{complete}"
         )
         return Finding(Kind.ENDED, title, text, 0)
     return None
@@ -491,7 +430,7 @@ def _went_on_otherwise(calm: Played, run: Played, started: Played, chance: froze
         f"{shows}: behind step {change.step} {what} and the other processes went on, with {counted(change.size)}. "
         f"Processes that were started with {change.size} from the same commit train otherwise"
     )
-    text += f". Before it, or with it, {_values(values)}. {PRESENT}" if values else f". {PRESENT}"
+    text += f". Before it, or with it, {_values(values)}. {remedies.PRESENT}" if values else f". {remedies.PRESENT}"
     kind = Kind.SAMPLES if first.samples else Kind.TRACKED
     return [Finding(kind, (run.scenario.title,), text, first.step, (*values, *first.tracked))]
 
@@ -502,7 +441,7 @@ def _measured(calm: Played, again: Played, run: Played, chance: frozenset[str]) 
     for one in broken(calm.steps, again.steps, run.steps, chance)[:1]:
         text = (
             f"{one.name}, which differs in each run, {one.text} behind step {one.step}, and does nothing of the kind "
-            f"in the calm runs. {_advice(run)}"
+            f"in the calm runs. {remedies.of(run)}"
         )
         kind = Kind.TRACKED if one.saved else Kind.HELD
         return [Finding(kind, (run.scenario.title,), text, one.step, (one.name,))]
@@ -526,8 +465,8 @@ def _in_heap(calm: Played, again: Played, run: Played, known: Collection[str]) -
     step = max(step for step, _ in values.values())
     text = (
         f"{_values(values)}, behind step {step}. No variable of the loop leads to it. It changes with the steps and "
-        f"begins anew in a new process: what is decided or trained by it later would be wrong. {_advice(run, values)}"
-        f"{_or_declare(run, values)}"
+        "begins anew in a new process: what is decided or trained by it later would be wrong. "
+        f"{remedies.of(run, values)}{remedies.or_declare(run, values)}"
     )
     return [Finding(Kind.HELD, (run.scenario.title,), text, step, tuple(values))]
 
@@ -538,7 +477,7 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
     found = []
     if scaled:
         step = min(step for step, _ in scaled.values())
-        text = f"{_values(scaled)}, from step {step} on: {SCALED}"
+        text = f"{_values(scaled)}, from step {step} on: {remedies.SCALED}"
         found.append(Finding(Kind.SIZE, title, text, step, tuple(scaled)))
     if run.last != calm.last:
         text = f"ended after step {run.last}, and the calm run after step {calm.last}"
@@ -570,7 +509,8 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
         text = (
             f"{_listed(names)} differ from the calm run's from step {step} on, and no parameter does. Each rank has "
             "running statistics of its own batches, and where rank 0 is lost those of another rank go on: they are as "
-            f"good, and not the same bits. An evaluation that decides something gets another result by them. {ALIKE}"
+            "good, and not the same bits. An evaluation that decides something gets another result by them. "
+            f"{remedies.ALIKE}"
         )
         found.append(Finding(Kind.BUFFERS, title, text, step, tuple(names)))
     if samples is not None and (first is None or samples.kind is Kind.SIZE):
@@ -583,25 +523,17 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
             step = min(step for step, _ in held.values())
             text = (
                 f"{_values(held)}, from step {step} on. It made no other result in {run.last} steps; what is decided "
-                f"or trained by it later (a best checkpoint, a rate) would be wrong. {_advice(run, held)}"
-                f"{_or_declare(run, held)}"
+                f"or trained by it later (a best checkpoint, a rate) would be wrong. {remedies.of(run, held)}"
+                f"{remedies.or_declare(run, held)}"
             )
             found.append(Finding(Kind.HELD, title, text, step, tuple(held)))
         return found
     step, tracked = first
     causes, cause = _causes(held, step, run)
     text = f"{_listed(tracked)} differ{'s' if len(tracked) == 1 else ''} from the calm run's from step {step} on"
-    text += cause or _anew(run, _advice(run))
+    text += cause or _anew(run, remedies.of(run))
     found.append(Finding(Kind.TRACKED, title, text, step, (*causes, *tracked)))
     return found
-
-
-def _or_declare(run: Played, held: Differing) -> str:
-    """What to write where the values may be lost; nothing for a run that takes no names."""
-    if run.in_library or run.by_commits or run.own_loop:
-        return ""
-    names = ", ".join(map(repr, list(held)[:MOST_NAMED]))
-    return f". Or, if nothing is lost with what is named, declare it: run.untracked({names})"
 
 
 def _causes(held: Differing, step: int, run: Played) -> tuple[Differing, str]:
@@ -610,7 +542,7 @@ def _causes(held: Differing, step: int, run: Played) -> tuple[Differing, str]:
     if not causes:
         return {}, ""
     first = min(first for first, _ in causes.values())
-    return causes, f". Before it, or with it, from step {first} on, {_values(causes)}. {_advice(run, causes)}"
+    return causes, f". Before it, or with it, from step {first} on, {_values(causes)}. {remedies.of(run, causes)}"
 
 
 def _written(calm: Played, again: Played, run: Played) -> list[Finding]:
@@ -618,12 +550,18 @@ def _written(calm: Played, again: Played, run: Played) -> list[Finding]:
     title = (run.scenario.title,)
     found = []
     for name, text in differing_files(calm.files, again.files, run.files).items():
-        advice = REPEATED if (" twice" in text or " times" in text) else MISSED if "missing" in text else OTHERWISE
-        advice = BYTES if text == "has other bytes" else advice
+        advice = (
+            remedies.REPEATED
+            if (" twice" in text or " times" in text)
+            else remedies.MISSED
+            if "missing" in text
+            else remedies.OTHERWISE
+        )
+        advice = remedies.BYTES if text == "has other bytes" else advice
         found.append(Finding(Kind.WRITTEN, title, f"{name} {text}. {advice}", names=(name,)))
     killed = {kill.step for kill in run.scenario.kills if 0 in kill.ranks}
     if (other := differing_prints(calm.printed, again.printed, run.printed, killed)) is not None:
-        found.append(Finding(Kind.WRITTEN, title, f"{other[1]}. {OTHERWISE}", other[0], (STDOUT,)))
+        found.append(Finding(Kind.WRITTEN, title, f"{other[1]}. {remedies.OTHERWISE}", other[0], (STDOUT,)))
     return found
 
 
@@ -767,7 +705,8 @@ def _samples(calm: Played, run: Played, held: Differing) -> Finding | None:
         if resized and a.total() != b.total():
             text = (
                 f"from step {step - 1} on a step reads {b.total()} samples, and {a.total()} in the calm run: the batch "
-                f"grows with the number of ranks. {FIT if run.in_library or run.own_loop else BATCH} keeps it"
+                "grows with the number of ranks. "
+                f"{remedies.FIT if run.in_library or run.own_loop else remedies.BATCH} keeps it"
             )
             return Finding(Kind.SIZE, title, text, step)
         text = (
@@ -775,17 +714,11 @@ def _samples(calm: Played, run: Played, held: Differing) -> Finding | None:
             f"{(b - a).total()} are others"
         )
         causes, cause = _causes(held, step, run)
-        text += (cause or f". Let {SAMPLER if run.by_commits else LOADER}") + (PADDED if run.scenario.resized else "")
+        text += (cause or f". Let {remedies.SAMPLER if run.by_commits else remedies.LOADER}") + (
+            remedies.PADDED if run.scenario.resized else ""
+        )
         return Finding(Kind.SAMPLES, title, text, step, tuple(causes))
     return None
-
-
-def _advice(run: Played, held: Differing | None = None) -> str:
-    """`held`: the values that differ, if they are known. Only names are known where an error has ended the run."""
-    if run.in_library or run.by_commits or run.own_loop:
-        return KEEP if run.in_library else COMMIT if run.by_commits else SAVE
-    tensors = ["unknown"] if held is None else [name for name, (_, text) in held.items() if "tensor" in text]
-    return f"{TRACK}. {of_tensors(tensors)}" if tensors else TRACK
 
 
 def _read_by_step(run: Played) -> dict[int, Counter[str]]:
