@@ -31,7 +31,7 @@ from everstep.rehearse.record import BUFFERS, DIGEST, NUMBER, OWN, UNCONVERTED, 
 from everstep.rehearse.repeated_errors import RepeatedErrors
 from everstep.rehearse.tracked_values import digests
 from everstep.rehearse.watch import kept_by_loaders, samples
-from everstep.train.guards import contents
+from everstep.train.guards import common_samples, contents
 
 RANKS, STEPS = 2, 16
 _, *REST = scenarios(RANKS, STEPS, ("rank", "all", "size"))
@@ -326,6 +326,24 @@ def test_what_differs_between_two_calm_runs_is_compared_in_no_other() -> None:
 def test_calm_runs_that_train_otherwise_are_a_finding_of_their_own() -> None:
     finding = only([CALM, change(played(AGAIN, 0), 4, tracked={"model": "x", "optimizer": "o4"})])
     assert (finding.kind, finding.step, finding.scenarios) == (Kind.CHANCE, 4, ("calm, once more",))
+
+
+@pytest.mark.parametrize(
+    ("of", "each", "apart"),
+    [
+        ({}, 'everstep.start(…, rng="rank")', True),
+        ({"own_loop": True}, "torch.manual_seed(seed + dist.get_rank())", True),
+        ({"in_library": True}, 'rng="rank"', False),  # where each rank has its own numbers anyway
+        ({"by_commits": True}, 'rng="rank"', False),
+    ],
+)
+def test_advice_to_seed_says_what_keeps_the_ranks_dropout_apart(of: dict[str, Any], each: str, apart: bool) -> None:
+    calm_run = replace(CALM, **of)
+    chance = only([calm_run, change(replace(played(AGAIN, 0), **of), 4, tracked={"model": "x", "optimizer": "o4"})])
+    refused = only([replace(calm_run, code=1, refused=f"rank 1 reads other samples. {common_samples._REMEDY}")])
+    for one in (chance, refused):
+        assert "torch.manual_seed(0) before the model is made" in one.text
+        assert (each in one.text) == apart
 
 
 def metered(run: Played, *, seed: int, **others: str) -> Played:

@@ -245,7 +245,9 @@ def _ended(run: Played) -> Finding | None:
         return Finding(Kind.SIZE, title, text)
     if run.refused and run.code:
         beginning = f". {remedies.ANOTHER}" if run.begins is not None and run.last == 0 else ""
-        return Finding(Kind.REFUSED, title, f"{run.refused}{_at(run, run.refused)}{beginning}{_anew(run)}", run.last)
+        seed = f". {remedies.seed(run)}" if remedies.SPLIT in run.refused else ""
+        text = f"{run.refused}{_at(run, run.refused)}{beginning}{seed}{_anew(run)}"
+        return Finding(Kind.REFUSED, title, text, run.last)
     if run.proves_nothing:
         twice = ", twice" if run.first is not None else ""
         text = (
@@ -350,9 +352,8 @@ def _chance(calm: Played, again: Played) -> tuple[frozenset[str], Finding | None
         return frozenset(names), None
     step, tracked = first
     text = (
-        f"two calm runs differ in {_listed(tracked)} from step {step} on, so no kill can be judged by it. Seed what "
-        "the script draws (torch.manual_seed(0) before the model is made; a generator for each split), and leave out "
-        "what is not deterministic"
+        f"two calm runs differ in {_listed(tracked)} from step {step} on, so no kill can be judged by it. "
+        f"{remedies.seed(calm)}, and leave out what is not deterministic"
     )
     return frozenset(names), Finding(Kind.CHANCE, (again.scenario.title,), text, step, tuple(tracked))
 

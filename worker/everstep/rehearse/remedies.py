@@ -66,11 +66,21 @@ PRESENT = (
 APART = (
     'everstep.start(rng="rank") gives each rank its own. What has to be the same on all ranks, draw from run.shared_rng'
 )
+DROPOUT = 'With it write everstep.start(…, rng="rank"): else all ranks draw the same numbers, as for a dropout'
 SEED = (
     "Seed each rank otherwise, behind the making of the model: `torch.manual_seed(seed + dist.get_rank())`, and "
     "`random.seed` and `numpy.random.seed` likewise"
 )
+SPLIT = "seed a split"  # in the refusal of ranks that have split their data each for itself (`train.guards`)
 FIT = "A batch of N // WORLD_SIZE for each rank"
+
+
+def seed(run: Played) -> str:
+    """What lets two calm runs draw the same. Equal seeds give all ranks one dropout."""
+    text = "Seed what the script draws (torch.manual_seed(0) before the model is made; a generator for each split)"
+    if run.in_library or run.by_commits:
+        return text
+    return f"{text}. {SEED if run.own_loop else DROPOUT}"
 
 
 def of(run: Played, held: Mapping[str, tuple[int, str]] | None = None) -> str:
