@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pickle import dumps
@@ -174,3 +176,23 @@ def test_whole_objects_are_equal_whatever_their_bytes(
     assert (tmp_path / "0" / "one.pt").read_bytes() != (tmp_path / "1" / "one.pt").read_bytes()
     differences = [differing_files(found[0], found[0], here) for here in found]
     assert differences == [{}, {}, {"one.pt": "has other content"}, {"one.pt": "has other content"}]
+
+
+LOGGING = """
+import logging, sys
+from everstep.rehearse.printed import log_apart
+log_apart()
+logging.basicConfig(level=logging.INFO, format="[%(name)s] %(message)s", handlers=[
+    logging.FileHandler(sys.argv[1]), logging.StreamHandler(sys.stdout)])
+logging.getLogger("everstep.train").info("round 2")
+logging.getLogger("everstep").warning("a peer is lost")
+logging.getLogger("everstep_mine").info("loss 1")
+logging.info("loss 2")
+"""
+
+
+def test_log_of_everstep_is_in_no_output_that_is_compared(tmp_path: Path) -> None:
+    file = tmp_path / "main.log"
+    run = subprocess.run([sys.executable, "-c", LOGGING, file], capture_output=True, text=True, check=True)
+    assert run.stdout == file.read_text() == "[everstep_mine] loss 1\n[root] loss 2\n"
+    assert run.stderr == "round 2\na peer is lost\n", "it is not lost either"

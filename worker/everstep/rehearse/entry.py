@@ -19,7 +19,7 @@ from everstep.rehearse.file_state import FileState
 from everstep.rehearse.library_loop import LibraryLoop
 from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.plan import SETTINGS, Kill, LiveChange
-from everstep.rehearse.printed import Output
+from everstep.rehearse.printed import Output, log_apart
 from everstep.rehearse.process_end import end
 from everstep.rehearse.record import GONE, KILLS, note_unconverted
 from everstep.rehearse.saves import Saves
@@ -61,6 +61,7 @@ def main() -> None:
     own.install()
     LibraryLoop(watch, own).install()
     _offer_horovod()
+    log_apart()
     Output(watch, folder).install()
     WorkerState(folder).install()
     FileState(watch, folder).install()

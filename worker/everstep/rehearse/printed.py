@@ -7,6 +7,7 @@ difference.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -18,6 +19,14 @@ from everstep.rehearse.written import as_shown
 
 MOST_LINES = 20_000  # of one process
 MOST_CHARACTERS = 1000  # of one line
+
+
+def log_apart() -> None:
+    """Everstep's log goes to stderr alone in this process: in a file of the script's, or on its stdout, its lines would
+    be taken for the script's, and a loss brings some more."""
+    ours = logging.getLogger("everstep")
+    ours.addHandler(logging.StreamHandler(sys.stderr))
+    ours.propagate = False
 
 
 class Output:
