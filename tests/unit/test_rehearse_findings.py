@@ -403,6 +403,7 @@ def test_samples_are_those_of_all_ranks_together() -> None:
     assert (finding.kind, finding.step) == (Kind.SAMPLES, 7)
     padded = "pad to one length in the script, for its runs too, because a stamp counts for this program alone"
     assert padded in finding.text
+    assert "(--kill=rank,all), which leaves a stamp too" in finding.text
     assert padded not in only([CALM, change(played(ALL), 7, samples=["other"])]).text
     assert "step 6 was computed from other samples" in finding.text
 

@@ -53,7 +53,7 @@ SAMPLER = (
 PADDED = (
     ". A collate_fn that pads to the longest row of a rank's batch gives other rows with other ranks: pad to one "
     "length in the script, for its runs too, because a stamp counts for this program alone; or leave the change of "
-    "size out, --kill=rank,all, and do without a stamp"
+    "size out (--kill=rank,all), which leaves a stamp too: then give the job one size, --nnodes=N"
 )
 SCALED = (
     "it grows with the number of ranks. Where the batch of all ranks together stays the same, take the size for which "
