@@ -67,7 +67,7 @@ CHANGES = {
 
 
 # Public in the code, and of no use to a script.
-INSIDE: dict[type, set[str]] = {everstep.Run: set(), Step: {"scale"}, Batch: {"keys", "weighing"}}
+INSIDE: dict[type, set[str]] = {everstep.Run: {"forked"}, Step: {"scale"}, Batch: {"keys", "weighing"}}
 
 
 def blocks() -> list[str]:
