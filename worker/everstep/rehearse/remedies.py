@@ -66,7 +66,7 @@ PRESENT = (
 APART = (
     'everstep.start(rng="rank") gives each rank its own. What has to be the same on all ranks, draw from run.shared_rng'
 )
-DROPOUT = 'With it write everstep.start(…, rng="rank"): else all ranks draw the same numbers, as for a dropout'
+DROPOUT = 'Where it calls everstep.start, write everstep.start(…, rng="rank"): else all ranks then have one dropout'
 SEED = (
     "Seed each rank otherwise, behind the making of the model: `torch.manual_seed(seed + dist.get_rank())`, and "
     "`random.seed` and `numpy.random.seed` likewise"
