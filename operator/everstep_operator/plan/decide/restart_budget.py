@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 from everstep_operator.api.conditions import Cause, FailedReason
 from everstep_operator.api.events import EventReason
@@ -192,7 +193,7 @@ def _count(
     window_over = old.window_started_at is None or now - old.window_started_at > timedelta(
         seconds=recovery.restart_window_seconds
     )
-    changed = {
+    changed: dict[str, Any] = {
         "user_code": old.user_code + charged,
         "infrastructure": old.infrastructure + (charge is Charge.INFRASTRUCTURE),
         "preemption": old.preemption + (charge is Charge.PREEMPTION),
@@ -204,4 +205,4 @@ def _count(
         "last_step": step if step is not None else old.last_step,
         "last_at": now if charged else old.last_at,
     }
-    return old.model_copy(update=changed)
+    return Restarts(**(dict(old) | changed))  # not `model_copy`, which computes no total
