@@ -180,6 +180,7 @@ class Cluster:
         self.world.nodes = {name: NodeView(name, NodeHealth.READY, self.world.now) for name in NODES}
         self.avoided: set[str] = set()
         self.onto_avoided = 0
+        self.creations: dict[str, CreatePod] = {}
         if not elastic:
             self.world.do_fixed()
         self.round()
@@ -193,6 +194,7 @@ class Cluster:
         self.check(decided)
         for action in decided.actions:
             if isinstance(action, CreatePod):
+                self.creations[action.name] = action
                 self.place(action)
         return decided
 
@@ -227,6 +229,9 @@ class Cluster:
         """Everything starts that can, and the agents form a round."""
         for _ in range(3):
             self.plan()
+            for name, pod in list(self.world.pods.items()):
+                if pod.node is None and not pod.finished:  # no node had room when it was created
+                    self.place(self.creations[name])
             for index in self.world.published().workers:
                 waiting = self.world.pods.get(self.world.current(index))
                 if waiting is not None and waiting.node is not None and not waiting.finished:
