@@ -84,6 +84,7 @@ WHOLLY_LONG = {
     "e2e/test_edited.py": "minutes on a cluster",
     "e2e/test_elastic.py": "minutes on a cluster",
     "e2e/test_installation.py": "minutes on a cluster",
+    "e2e/test_namespaced.py": "minutes on a cluster; apiserver/test_namespaced_install.py has the roles",
     "e2e/test_network_policy.py": "minutes on a cluster, and the build of kube-router",
     "e2e/test_readiness.py": "half a minute on a cluster; rendezvous/test_rendezvous_start_probe.py has the probe",
     "e2e/test_recipes.py": "minutes on a cluster",
