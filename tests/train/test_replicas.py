@@ -208,7 +208,8 @@ def test_plateau_that_is_given_each_ranks_own_loss_is_refused_by_its_name(fed: s
         return
     assert done.returncode == 1, done.stderr
     said = (
-        r"different parameters, model\.\S+ among them: plateau \(ReduceLROnPlateau\) is in another state on each rank"
+        r"different parameters, model\.\S+ among them \(2 of 2, on each rank, different when the step began\): "
+        r"plateau \(ReduceLROnPlateau\) is in another state on each rank"
     )
     assert re.search(said, done.stderr), done.stderr
     assert "dist.all_reduce(loss); loss /= dist.get_world_size()" in done.stderr
