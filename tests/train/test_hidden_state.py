@@ -742,7 +742,9 @@ def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A module of the script's, of which the loop has one function. The modules of other tests would count as the
     script's too, and what is read has a bound."""
     for name, other in list(sys.modules.items()):
-        if script_objects.is_script(getattr(other, "__file__", None) or ""):
+        path = getattr(other, "__file__", None)
+        # One without a file is built in, and a second `_io` would be another module for the rest of the process.
+        if path and script_objects.is_script(path):
             monkeypatch.delitem(sys.modules, name)
     (tmp_path / "losses_of_a_script.py").write_text(LOSSES)
     monkeypatch.syspath_prepend(tmp_path)
