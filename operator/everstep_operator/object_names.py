@@ -3,11 +3,19 @@ name. So a pod is never created twice, and its name is enough to find it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
 from everstep.contract import labels
+
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+def is_namespace(text: str) -> bool:
+    """Whether a namespace can have this name."""
+    return _NAMESPACE.fullmatch(text) is not None
 
 
 def pod_name(job: str, index: int, incarnation: int) -> str:

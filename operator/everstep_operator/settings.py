@@ -7,19 +7,18 @@ wrong value names the flag or variable.
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from everstep.contract import redact
 from everstep.contract.addresses import host_and_port
+from everstep_operator import object_names
 from everstep_operator.errors import TerminalError
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 PREFIX = "EVERSTEP_"
 MAX_NAMESPACES = 32  # each has five watches, and so many connections
-_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 class SettingsError(TerminalError):
@@ -209,7 +208,7 @@ def _namespaces(sources: Sources) -> tuple[str, ...]:
     name = "EVERSTEP_WATCH_NAMESPACES"
     names = tuple(dict.fromkeys(_listed(sources, name, "all of the cluster")))
     for each in names:
-        if _NAMESPACE.fullmatch(each) is None:
+        if not object_names.is_namespace(each):
             raise SettingsError(f"{sources.source_of(name)}: {each!r} is no name of a namespace")
     if len(names) > MAX_NAMESPACES:
         raise SettingsError(

@@ -102,7 +102,7 @@ def test_folder_of_an_interrupted_rehearsal_stays_where_a_run_has_found_somethin
     folder, runs = Folder(), [object()]
     with pytest.raises(SystemExit), rehearse._shown_if_interrupted(folder, tmp_path, runs, 0.0):  # type: ignore[arg-type]
         raise SystemExit(143)
-    folder.leave(keep=folder.kept)
+    folder.leave()
     assert folder.path.exists() is found
     assert (f"logs of each run: {folder.path}" in capsys.readouterr().out) is found
 
@@ -112,8 +112,9 @@ def test_folder_of_a_rehearsal_that_runs_or_is_kept_is_nobody_elses_to_remove(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     running, kept = Folder(), Folder()
-    kept.leave(keep=True)
+    kept.kept = True
+    kept.leave()
     remove_abandoned()
     assert {*tmp_path.iterdir()} == {running.path, kept.path}
-    running.leave(keep=False)
+    running.leave()
     assert {*tmp_path.iterdir()} == {kept.path}

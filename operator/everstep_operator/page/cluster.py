@@ -6,13 +6,13 @@ Invariant: nothing of a namespace in which the reader may not get TrainingJobs i
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from everstep.jobs.history import ActionTaken, Entry
 from everstep.jobs.view import event_time, moment, of_objects
+from everstep_operator import object_names
 from everstep_operator.controller.caches import BY_OWNER, Caches
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import KubeError
@@ -27,7 +27,6 @@ AT_ONCE = 250  # jobs, from one turn of the event loop to the next
 LISTED_SECONDS = 2.0
 PODS = 256  # of a job
 EVENTS_READ = 500
-_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 class ClusterJobs:
@@ -105,7 +104,7 @@ class ClusterJobs:
     async def _job(self, may: May, key: str) -> Unstructured:
         namespace, _, name = key.partition("/")
         # Asked first, so that the time of the answer says nothing about whether the job exists.
-        if not _NAMESPACE.fullmatch(namespace) or not await may(namespace):
+        if not object_names.is_namespace(namespace) or not await may(namespace):
             raise JobUnknown(key)
         job = self._caches.jobs.get(namespace, name)
         if job is None:

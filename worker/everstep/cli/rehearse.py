@@ -122,7 +122,7 @@ def rehearse(
         say_error(f"everstep: {e}")
         raise typer.Exit(USAGE) from e
     finally:
-        owned.leave(keep=owned.kept)
+        owned.leave()
     if problem:
         say_error(f"everstep: {problem}")
     if any(f.certain for f in findings):

@@ -26,9 +26,9 @@ class Folder:
         fcntl.flock(self._owner, fcntl.LOCK_EX)
         begun.rename(self.path / OWNER)  # locked from the moment at which others can find it
 
-    def leave(self, *, keep: bool) -> None:
-        """Remove it, or let it stay."""
-        if keep:
+    def leave(self) -> None:
+        """Remove it, unless it is kept."""
+        if self.kept:
             (self.path / OWNER).unlink(missing_ok=True)
         else:
             shutil.rmtree(self.path, ignore_errors=True)

@@ -13,11 +13,10 @@ from everstep_operator import object_names
 from everstep_operator.api.conditions import Cause, FailedReason, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Restarts
-from everstep_operator.plan.decide import rejections, restart_budget, spares, start_failures
+from everstep_operator.plan.decide import restart_budget, spares, start_failures
 from everstep_operator.plan.decide.decision import Failed, Publish, RecoveryStart, Wait
 from everstep_operator.plan.outcome import Event, LostWorker
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
-from everstep_operator.plan.state import lost_nodes, suspects
 from everstep_operator.plan.state.facts import Facts
 from everstep_operator.plan.state.losses import Loss
 from everstep_operator.plan.state.world_state import is_awaited
@@ -82,9 +81,7 @@ def _replace(facts: Facts, root: Loss, lost: tuple[Loss, ...], restarts: Restart
     if not follows and not facts.roster.replaces_all:
         restarts = restarts.model_copy(update={"incident_at": facts.snapshot.now})
     restarts = start_failures.counted(facts.job.status.restarts, restarts, lost)
-    restarts = rejections.counted(facts.snapshot.now, restarts, lost)
-    restarts = lost_nodes.counted(facts.snapshot.now, restarts, lost)
-    restarts = suspects.counted(facts.snapshot.now, restarts, suspects.of_losses(lost, facts.current))
+    restarts = restart_budget.counted_by_node(facts, restarts, lost)
     # Under c10d the other workers fail because of the first one, so they are not mentioned.
     more = f", and {len(lost) - 1} more" if len(lost) > 1 and not facts.roster.replaces_all else ""
     message = root.sentence + more

@@ -16,6 +16,8 @@ from everstep_operator.api.recovery import Recovery, RuleAction
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.decide import mismatches, refusals, rejections, start_failures
 from everstep_operator.plan.snapshot import Snapshot
+from everstep_operator.plan.state import lost_nodes, suspects
+from everstep_operator.plan.state.facts import Facts
 from everstep_operator.plan.state.losses import Charge, Loss
 
 # A machine that is lost or missing does not show whether the program can take a step.
@@ -168,6 +170,13 @@ def back_off_until(now: datetime, recovery: Recovery, restarts: Restarts) -> dat
     if restarts.last_at is not None and restarts.in_window > 0:
         starts.append(restarts.last_at + back_off.after(restarts.in_window))
     return max((start for start in starts if start is not None and now < start), default=None)
+
+
+def counted_by_node(facts: Facts, restarts: Restarts, lost: tuple[Loss, ...]) -> Restarts:
+    """The counters with what these losses say about the nodes on which they happened."""
+    now = facts.snapshot.now
+    restarts = lost_nodes.counted(now, rejections.counted(now, restarts, lost), lost)
+    return suspects.counted(now, restarts, suspects.of_losses(lost, facts.current))
 
 
 def _is_charged(restarts: Restarts) -> bool:

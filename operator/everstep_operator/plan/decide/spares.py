@@ -12,10 +12,9 @@ from everstep_operator import object_names
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.recovery import Backoff
 from everstep_operator.api.status import Restarts
-from everstep_operator.plan.decide import rejections
+from everstep_operator.plan.decide import rejections, restart_budget
 from everstep_operator.plan.decide.decision import Publish
 from everstep_operator.plan.outcome import Event, LostWorker
-from everstep_operator.plan.state import lost_nodes, suspects
 from everstep_operator.plan.state.facts import Facts
 from everstep_operator.plan.state.losses import Charge, Loss
 
@@ -23,8 +22,7 @@ from everstep_operator.plan.state.losses import Charge, Loss
 def replaced(facts: Facts, lost: tuple[Loss, ...]) -> Publish:
     """The roster in which spares have the places of the lost spares."""
     root, now, before = lost[0], facts.snapshot.now, facts.job.status.restarts
-    restarts = lost_nodes.counted(now, rejections.counted(now, before, lost), lost)
-    restarts = suspects.counted(now, restarts, suspects.of_losses(lost, facts.current))
+    restarts = restart_budget.counted_by_node(facts, before, lost)
     if any(loss.charge is Charge.USER_CODE for loss in lost):
         in_a_row = before.spare_failures if rejections.is_remembered(now, before.spare_failed_at) else 0
         restarts = restarts.model_copy(update={"spare_failures": in_a_row + 1, "spare_failed_at": now})

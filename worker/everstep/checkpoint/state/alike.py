@@ -6,7 +6,7 @@ Invariant: ranks that have the same content have equal digests.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -37,29 +37,29 @@ def digests(state: Mapping[str, Any], captured: Captured) -> dict[str, int]:
 
     Left out are modules' buffers, the content of sharded tensors, and all tensors of a key that may have buffers which
     cannot be recognized (the `state_dict` of an average of models)."""
-    by_key: dict[str, int] = {}
     whole = [t for name, t in captured.tensors.items() if name not in captured.buffers and not is_sharded(t)]
-    most = bytes_of_each(whole)
-    for key, body in captured.values.items():
-        if key in captured.unions:
-            continue
-        digest = xxhash.xxh3_64(json.dumps(canonical(body), sort_keys=True).encode())
-        for tensor in _below(key, captured) if _is_known(state[key]) else ():
-            digest.update(first_bytes(tensor, most))
-        by_key[key] = digest.intdigest() >> 2
-    return by_key
+    return _digests(state, captured, lambda body: body, lambda key: _below(key, captured), bytes_of_each(whole))
 
 
 def digests_of_samples(state: Mapping[str, Any], captured: Captured, turn: int) -> dict[str, int]:
     """The same over some elements of some tensors, for a save that must not wait. `turn`: the number of the save, by
     which each tensor is looked at now and then."""
+    return _digests(state, captured, _of_few_names, lambda key: samples(_below(key, captured, turn)), LEAST)
+
+
+def _digests(
+    state: Mapping[str, Any], captured: Captured, values: Callable[[Any], Any],
+    tensors: Callable[[str], list[torch.Tensor]], most: int,
+) -> dict[str, int]:  # fmt: skip
+    """A digest for each replicated key, over `values` of what is encoded there, and the first `most` bytes of each of
+    its `tensors`."""
     by_key: dict[str, int] = {}
     for key, body in captured.values.items():
         if key in captured.unions:
             continue
-        digest = xxhash.xxh3_64(json.dumps(canonical(_of_few_names(body)), sort_keys=True).encode())
-        for tensor in samples(_below(key, captured, turn)) if _is_known(state[key]) else ():
-            digest.update(first_bytes(tensor, LEAST))
+        digest = xxhash.xxh3_64(json.dumps(canonical(values(body)), sort_keys=True).encode())
+        for tensor in tensors(key) if _is_known(state[key]) else ():
+            digest.update(first_bytes(tensor, most))
         by_key[key] = digest.intdigest() >> 2
     return by_key
 
