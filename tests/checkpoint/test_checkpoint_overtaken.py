@@ -1,6 +1,7 @@
 """A run that restores while a newer one takes the log: it goes on from what it read, or ends as one that is fenced."""
 
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,7 +10,7 @@ import pytest
 
 import everstep
 from everstep.checkpoint import Fenced
-from everstep.storage import MemoryStore
+from everstep.storage import MemoryStore, open_store
 from everstep.storage.faults import FaultStore
 
 T = TypeVar("T")
@@ -69,3 +70,35 @@ def test_run_overtaken_by_a_newer_checkpointer_of_its_process_is_told_how_to_rea
     second.save(2, state)
     second.close()
     assert everstep.load(url).step == 2
+
+
+def test_save_that_a_newer_run_overtakes_at_any_write_ends_as_fenced(
+    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer run's clean-up takes away the files that the older one is writing: no failure of the store."""
+    sync = os.fsync
+    fenced = 0
+    for at in itertools.count():
+        url = str(tmp_path / str(at))
+        older, _ = runs(open_store(url)).begin()
+        calls = 0
+
+        def overtaken(fd: int, *, at: int = at, url: str = url) -> None:
+            nonlocal calls
+            sync(fd)
+            calls += 1
+            if calls == at + 1:
+                runs(open_store(url)).save(11, 12)
+
+        monkeypatch.setattr(os, "fsync", overtaken)
+        try:
+            older.save(1, runs.state(1)).wait(30)
+        except Fenced as e:
+            fenced += 1
+            assert "a newer Checkpointer of this process" in str(e)
+            with pytest.raises(Fenced):
+                older.close()
+        monkeypatch.setattr(os, "fsync", sync)
+        if calls <= at:
+            break
+    assert fenced > 1

@@ -317,12 +317,12 @@ class Loader:
             passed: list[str] = []
 
             def rejected(n: int, reason: str, *, suspected: bool = False) -> None:
-                if not suspected and (fenced := self._fenced(own)) is not None:
+                if not suspected and (fenced := self._log.overtaken(own)) is not None:
                     raise fenced
                 stepped_over(n, reason, suspected=suspected)
 
             def unreadable(n: int, reason: str, *, suspected: bool = False) -> None:
-                fenced = self._fenced(own)
+                fenced = self._log.overtaken(own)
                 if ranks.maximum(int(fenced is not None)):
                     raise fenced or Fenced(OVERTAKEN)
                 stepped_over(n, reason, suspected=suspected)
@@ -349,7 +349,7 @@ class Loader:
             except (CheckpointError, StorageError, KeyboardInterrupt) as e:
                 self.mark.failed()
                 if isinstance(e, CheckpointError) and refusal.find(e) is None:
-                    fenced = e if isinstance(e, Fenced) else self._fenced(own)
+                    fenced = e if isinstance(e, Fenced) else self._log.overtaken(own)
                     if fenced is not None:
                         self._events("fenced", error=fenced)
                         raise fenced from (None if fenced is e else e)
@@ -358,12 +358,3 @@ class Loader:
                 raise
             self.mark.loaded(None if loaded is None else loaded[0].step, ranks.rank)
             return None if loaded is None else loaded[0]
-
-    def _fenced(self, own: OpenRecord) -> Fenced | None:
-        """The error if a newer run has taken the log since. That run deletes the commits that it does not keep, so
-        missing ones are no damage, and this run must end."""
-        try:
-            by = self._log.opened_after(own.n)[1]
-        except StorageError:
-            return None
-        return None if by is None else Fenced(f"{self._store.url}: log record {by}: {OVERTAKEN}")

@@ -316,6 +316,21 @@ class CommitLog:
                     assert_never(decision)
         raise SaveFailed(f"{self._store.url}: {MAX_CONFLICTS} conflicts in a row at the end of the log")
 
+    def overtaken(self, own: OpenRecord) -> Fenced | None:
+        """The error if another writer has opened the log since `own`, and None also if that is unknown.
+
+        Such a writer removes what this one was writing and the commits that it does not keep: what is missing then is
+        no failure of the store and no damage.
+        """
+        try:
+            by = self.opened_after(own.n)[1]
+            record = None if by is None else self.read(by)
+        except StorageError:
+            return None
+        if isinstance(record, OpenRecord):
+            return self._overtaken(log.fenced_by(record))
+        return None if by is None else Fenced(f"{self._store.url}: record {by} is, or might be, a newer run's")
+
     def _overtaken(self, by: Refuse) -> Fenced:
         return Fenced(f"{self._store.url}: {by.reason}{_BY_ITSELF if by.writer in _OF_THIS_PROCESS else ''}")
 

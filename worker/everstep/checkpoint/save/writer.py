@@ -190,7 +190,9 @@ class Writer:
         try:
             outcome = self._write(staged, started)
         except BaseException as e:  # training goes on after any error, and the caller gets it
-            error = e if isinstance(e, CheckpointError) else SaveFailed(f"step {staged.step}: {e}")
+            error = self._overtaken(e) or (
+                e if isinstance(e, CheckpointError) else SaveFailed(f"step {staged.step}: {e}")
+            )
             outcome = Failed(staged.step, error)
             if isinstance(e, StateMismatch):
                 self.refused = e
@@ -205,6 +207,12 @@ class Writer:
         if isinstance(outcome, Committed):
             self._cleaner.clean()
 
+    def _overtaken(self, error: BaseException) -> Fenced | None:
+        """The cause of a failed save if a newer writer has opened the log: it removes what this one was writing."""
+        if isinstance(error, Fenced | StateMismatch) or _is_outage(error):
+            return None
+        return self._log.overtaken(self._own)
+
     def _fails(self, save_id: str, error: BaseException) -> None:
         """Remember a failed save: shards of it, from this rank or others, may be left in the store."""
         if save_id != self._appended:
@@ -212,7 +220,7 @@ class Writer:
         elif _is_full(error):  # after any other error the record may still be created
             self._unsure = save_id
         # In an outage a clean-up would wait as long as the save did, and the next save twice as long.
-        if _is_full(error) or not any(isinstance(e, RetryableError) for e in _causes(error)):
+        if _is_full(error) or not _is_outage(error):
             self._makes_room = self._has_failed = True
 
     def _make_room(self) -> None:
@@ -303,6 +311,11 @@ def _not_saved(step: int, error: CheckpointError) -> str:
 def _is_full(error: BaseException) -> bool:
     """Whether a disk or a quota was full."""
     return any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in _causes(error))
+
+
+def _is_outage(error: BaseException) -> bool:
+    """Whether the store could not be reached: another request would wait as long as the save did."""
+    return any(isinstance(e, RetryableError) for e in _causes(error))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
