@@ -44,3 +44,9 @@ class WorldRule(StrEnum):
     COMPARE_UNDER_OWN_OPEN = "a world that goes on from memory commits nothing behind the newest commit below its open"
     RENDEZVOUS_OWNS = "where no operator counts rounds, the rendezvous is the owner whose rounds have an order"
     NEW_RENDEZVOUS_NEW_OWNER = "a rendezvous that lost what it held is another one"
+
+
+class SuccessionRule(StrEnum):
+    MAJORITY_ALONE = "a majority of a round's members that does not reach the store forms the next round"
+    STORE_NEEDS_MAJORITY = "the store forms the next round only with a majority of the last one"
+    STORE_WAITS_FOR_TERM = "for a term after the last answer the store gives nobody's place away, and members may form"
