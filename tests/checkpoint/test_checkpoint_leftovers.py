@@ -125,6 +125,7 @@ def test_disk_with_room_for_one_more_state_saves_after_two_killed_saves(
     assert len(list((root / "data").iterdir())) == 1
 
 
+@pytest.mark.long_but("local")
 @pytest.mark.parametrize("where", ["local", "s3_server"])
 def test_unfinished_upload_of_a_killed_save_is_gone_before_the_next_save(
     where: str, place: Callable[[str], Callable[..., ObjectStore]], in_child: InChild

@@ -618,6 +618,7 @@ def test_script_whose_last_save_comes_to_nothing_ends_with_an_error(tmp_path: Pa
     assert "handlers ran" in done.stdout
 
 
+@pytest.mark.long
 def test_older_checkpointer_that_a_newer_one_has_fenced_says_so_at_the_end_of_the_script(tmp_path: Path) -> None:
     end = """
     while run.latest() is None:  # or the save before would be fenced, and the next one raises that

@@ -63,6 +63,7 @@ def until_step(folder: Path, rank: int, step: int, agent: subprocess.Popen[bytes
         time.sleep(0.02)
 
 
+@pytest.mark.long_but("torchrun")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("whom", ["rank 1", "torchrun"])
 def test_all_ranks_save_the_step_in_which_one_is_asked_to_stop(tmp_path: Path, whom: str) -> None:
@@ -93,6 +94,7 @@ def test_all_ranks_save_the_step_in_which_one_is_asked_to_stop(tmp_path: Path, w
         agent.wait()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_rank_whose_rank_0_has_gone_behind_the_commit_says_that_it_exists(tmp_path: Path) -> None:
     """Rank 0 leaves as soon as it knows, and a busy machine may drop its last message."""

@@ -120,6 +120,7 @@ def test_horovods_interface_runs_from_its_own_wheel_and_the_librarys(wheels: dic
     assert ran.stdout == f"everstep_horovod.torch {tmp_path}/wheels/everstep_horovod/torch/__init__.py\n", ran.stderr
 
 
+@pytest.mark.long
 def test_samples_of_a_tar_file_are_counted_from_the_wheels_alone(wheels: dict[str, Path], tmp_path: Path) -> None:
     for name in ("everstep", "everstep-sources"):
         zipfile.ZipFile(wheels[name]).extractall(tmp_path / "wheels")

@@ -71,6 +71,7 @@ def test_build_of_a_commit_is_the_same_bytes_wherever_it_is_made(built: Path, re
     assert (set(same), different, errors) == (FILES, [], [])
 
 
+@pytest.mark.long
 def test_times_in_a_wheel_are_that_of_the_commit(built: Path) -> None:
     assert {path.name for path in built.iterdir()} == FILES
     with zipfile.ZipFile(built / f"everstep-{VERSION}-py3-none-any.whl") as wheel:
@@ -129,6 +130,7 @@ def test_image_whose_base_is_a_tag_that_moves_is_refused() -> None:
         environments._of_image({"components": []}, "everstep/worker", VERSION, "ARG BASE=python:3.11-slim\n")
 
 
+@pytest.mark.long
 def test_locked_packages_have_wheels_for_both_architectures(tmp_path: Path) -> None:
     environments.check_architectures(ROOT / "requirements", tmp_path)
     (tmp_path / "sdist.txt").write_text(

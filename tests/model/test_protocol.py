@@ -188,6 +188,7 @@ def test_every_rule_of_the_log_has_a_test_with_it_switched_off() -> None:
     assert set(LogRule) == set(LOG_NEEDS) | others
 
 
+@pytest.mark.long
 def test_same_model_explored_twice_gives_the_same_trace() -> None:
     off = frozenset({LogRule.OPEN_BEFORE_RESTORE})
     assert explore(LogModel(off), LIMIT) == explore(LogModel(off), LIMIT)

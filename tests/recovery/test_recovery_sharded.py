@@ -379,6 +379,7 @@ def without_agent(folder: Path, ranks: int, wanted: Wanted) -> tuple[list[int], 
     return codes, (folder / "log").read_text()
 
 
+@pytest.mark.long_but("torchrun-2")
 @pytest.mark.parametrize(("launcher", "shards"), [("python", 1), ("torchrun", 2)])
 def test_script_trains_alike_where_no_peer_may_be_lost(tmp_path: Path, launcher: str, shards: int) -> None:
     wanted = Wanted(steps=12, exact=True, out=str(tmp_path))

@@ -52,7 +52,8 @@ with everstep.start("commits", every_steps=100) as run:
 """
 
 
-@pytest.mark.parametrize("begins", ["pass", pytest.param('metric["total"] = 0', marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("begins", ["pass", 'metric["total"] = 0'])
 def test_metric_that_counts_twice_what_a_lost_evaluation_has_added_is_found(begins: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("BEGINS", begins))
     done = play(tmp_path, "--ranks", "2", "--steps", "12", "--kill", "rank", "--limit", "200", seconds=330)

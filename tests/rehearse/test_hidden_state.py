@@ -289,7 +289,8 @@ def test_seconds_in_tracked_state_differ_in_each_run_and_are_found_where_a_new_p
     assert [(one["kind"], one["names"]) for one in findings] == ([] if kept else [("held", ["meter.seconds"])])
 
 
-@pytest.mark.parametrize("counts", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("counts", [1, 0])
 def test_what_changes_in_the_workers_of_a_loader_is_named_and_a_cache_is_not(tmp_path: Path, counts: int) -> None:
     (tmp_path / "train.py").write_text(IN_WORKERS.replace("COUNTS", str(counts)))
     options = ("--ranks", "2", "--steps", "12", "--limit", "400", "--at", "1@8:backward")
@@ -393,7 +394,7 @@ def main():
 """
 
 
-@pytest.mark.long_but("True")
+@pytest.mark.long
 @pytest.mark.parametrize("hidden", [True, False])
 def test_state_to_which_no_variable_leads_is_named_before_it_counts(tmp_path: Path, hidden: bool) -> None:
     (tmp_path / "loop.py").write_text(FAR.replace("HIDDEN", str(hidden)))

@@ -69,6 +69,7 @@ def rehearse(folder: Path, loop: str, seconds: str, *options: str) -> tuple[int,
     return done.code, done.report
 
 
+@pytest.mark.long
 def test_kill_of_one_rank_waits_for_the_save_from_which_all_go_on(tmp_path: Path) -> None:
     """Without its commit all would begin from nothing, as the calm run did, and nothing would be lost."""
     loop = OWN_LOOP.replace("FACTOR", "taken")

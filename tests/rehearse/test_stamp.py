@@ -242,6 +242,7 @@ def test_program_of_a_process_that_no_agent_has_forked_is_the_same(tmp_path: Pat
     assert done.stdout.split() == ["__main__"]
 
 
+@pytest.mark.long
 def test_rehearsal_that_finds_something_takes_an_earlier_stamp_away(folder: Path) -> None:
     (folder / "train.py").write_text(
         RIGHT.replace("run.track(model=model, optimizer=optimizer)", "run.track(model=model)")

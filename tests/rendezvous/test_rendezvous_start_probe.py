@@ -43,6 +43,7 @@ def torchrun(port: int, place: int) -> str:
     return f"{Path(sys.executable).parent}/torchrun {flags} {conf} train.py"
 
 
+@pytest.mark.long
 def test_probe_succeeds_when_torchrun_has_joined_its_round_and_not_before(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
     ports = Ports()

@@ -87,6 +87,7 @@ def test_a_function_is_run_watched_changed_and_read_after_its_end(client: Traini
     assert "counts" in client.list_jobs()._repr_html_()
 
 
+@pytest.mark.long
 def test_a_job_that_fails_or_is_refused_says_why(client: TrainingClient, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys; print(sys.argv[1], flush=True); sys.exit(7)\n")
     job = client.create_job(

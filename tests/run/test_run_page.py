@@ -50,6 +50,7 @@ def printed(file: Path, pattern: str) -> str:
     return match[1]
 
 
+@pytest.mark.long
 def test_run_has_a_page_while_it_is_alive_and_afterwards(tmp_path: Path) -> None:
     job = LocalJob(tmp_path / "run", name="elastic")
     out = tmp_path / ".everstep" / "kept"

@@ -88,6 +88,7 @@ def ended(client: TrainingClient) -> None:
     wait_for("the run's end", lambda: client.get_job("mend").place.startswith("ended, in "), 60)
 
 
+@pytest.mark.long
 def test_failed_run_that_is_mended_goes_on_from_its_commit_by_the_same_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -379,6 +379,7 @@ def test_container_is_carried_if_its_elements_are_changed_in_place(body: str, na
     assert carried(body, ELEMENTS) == names
 
 
+@pytest.mark.long
 def test_functions_that_call_others_twice_are_read_within_a_bound() -> None:
     calls = "\n".join(f"def f{i}():\n    f{i + 1}()\n    f{i + 1}()" for i in range(40))
     with pytest.raises(TooLarge):

@@ -133,7 +133,7 @@ REFUSED, WARNED = True, False
 
 
 @pytest.mark.usefixtures("patient_store")
-@pytest.mark.long_but("word_language_model--carried-hidden-hidden[0]-True", "by_hand-ema--ema-ema[0]-False")
+@pytest.mark.long_but("word_language_model--carried-hidden-hidden[0]-True")
 @pytest.mark.parametrize(
     ("script", "without", "case", "name", "differs", "refused"),
     [

@@ -45,6 +45,7 @@ def train_constant(folder: Path) -> int:
     return run.step
 
 
+@pytest.mark.long_but("train-True")
 @pytest.mark.parametrize(("play", "named"), [(train_constant, False), (train, True)])
 def test_list_is_carried_only_if_a_step_replaces_an_element(
     play: Callable[[Path], int], named: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -245,6 +245,9 @@ def read(x: Any) -> dict[str, str]:
     return {name: text for name, text in found.items() if re.match(r"(x|taken|total)\b", name)}
 
 
+@pytest.mark.long_but(
+    "dataclass", "closure", "generator", "defaultdict", "object in an object", "array of numpy", "torch.Generator"
+)
 @pytest.mark.parametrize("kind", CHANGES)
 def test_content_that_changes_shows_under_the_name_of_its_holder(kind: str) -> None:
     make, change = CHANGES[kind]
@@ -329,6 +332,7 @@ def test_equal_values_do_not_differ_where_those_before_them_have_used_up_the_bou
     assert [one for one in beyond if one.startswith("x (")]
 
 
+@pytest.mark.long
 def test_equal_tensors_do_not_differ_where_those_before_them_have_used_up_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -440,6 +444,7 @@ def told(process: subprocess.Popen[str], tree: Any) -> str:
 
 @settings(deadline=None, max_examples=100)
 @given(tree=TREES, other=TREES)
+@pytest.mark.long
 def test_digest_is_the_same_in_each_process_and_another_for_another_value(
     other_process: subprocess.Popen[str], tree: Any, other: Any
 ) -> None:

@@ -273,6 +273,7 @@ with everstep.start(sys.argv[1], every_steps=4) as run:
 """
 
 
+@pytest.mark.long_but("-0")
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("raise ValueError('a plot')", 1)])
 def test_steps_that_are_never_asked_for_their_end_are_dropped_with_pythons(end: str, code: int, tmp_path: Path) -> None:
     """The interpreter drops what the script's variables hold when it has taken apart half of torch."""

@@ -678,6 +678,7 @@ def test_how_full_a_cache_is_does_not_count_where_the_function_computes_the_same
     assert counted == {"mask.cache_info().misses", "mask.cache_info().currsize"}
 
 
+@pytest.mark.long
 def test_what_the_text_names_is_read_on_an_optimizer_and_in_a_module_without_a_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

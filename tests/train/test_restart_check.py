@@ -121,6 +121,7 @@ def test_restart_with_other_gradients_is_refused_each_time_and_nothing_is_saved(
     train(tmp_path, lambda: 1.0)  # and the right one goes on
 
 
+@pytest.mark.long_but("True")
 @pytest.mark.parametrize("by_script", [True, False])
 def test_file_of_an_argument_excuses_a_difference_only_if_the_script_does_not_write_it(
     by_script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -144,6 +145,7 @@ def test_file_of_an_argument_excuses_a_difference_only_if_the_script_does_not_wr
         assert "The run goes on, because the script or its arguments were changed since" in caplog.text
 
 
+@pytest.mark.long_but("2-False-True")
 @pytest.mark.parametrize(
     ("step", "changed", "again"), [(SAVED, False, True), (SAVED - 1, False, False), (SAVED, True, False)]
 )
@@ -165,6 +167,7 @@ def test_start_behind_a_refusal_is_refused_where_no_step_is_noted_to_compare_wit
         train(tmp_path, lambda: 1.0)
 
 
+@pytest.mark.long_but("1-False")
 @pytest.mark.parametrize(("step", "again"), [(SAVED + 2, True), (SAVED - 1, False)])
 def test_step_like_the_noted_one_does_not_excuse_a_refusal_that_came_later(
     step: int, again: bool, tmp_path: Path

@@ -309,6 +309,7 @@ def test_process_whose_buffers_cannot_be_rank_0s_does_not_play(theirs: torch.Ten
     assert not shadow_step.is_due(lambda: True)
 
 
+@pytest.mark.long_but("values alone")
 @pytest.mark.parametrize("due", [True, False], ids=["gradients too", "values alone"])
 def test_value_that_steps_have_changed_and_a_new_process_lacks_is_named_once(
     due: bool, caplog: pytest.LogCaptureFixture

@@ -179,6 +179,7 @@ async def test_jobs_of_one_name_that_are_no_local_runs_are_not_mixed() -> None:
                 await steps(job)
 
 
+@pytest.mark.long
 async def test_all_logs_are_followed_side_by_side_also_of_a_pod_that_comes_later() -> None:
     run, taken = Run("digits", 0, 1), Run("digits", 0, 1, 2)
     handlers = run.handlers()
@@ -237,6 +238,7 @@ async def test_run_whose_name_looks_like_a_worker_or_a_pod_is_meant_by_its_name(
     assert run.killed == [f"{name}-w1-0", f"{name}-w0-0"]
 
 
+@pytest.mark.long
 async def test_stopped_run_delays_no_command_about_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "STATUS_SECONDS", 600.0)  # whoever asks the stopped run never ends
     run = Run("digits", 0)

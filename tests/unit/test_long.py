@@ -109,6 +109,8 @@ WHOLLY_LONG = {
     "recipes/test_streaming.py": RECIPE,
     "recipes/test_tensor_parallel.py": RECIPE,
     "recovery/test_recovery_sources.py": "recovery/test_recovery_kills.py has the samples over kills",
+    "rehearse/test_evaluated.py": "rehearsals; ordinary/test_evaluated_statistics.py has a loss in an evaluation",
+    "rehearse/test_rehearse_slow_saves.py": "it waits for slow saves; rehearse/test_store_loss.py waits for a store",
     "rehearse/test_held_values.py": "test_hidden_state.py has values of each kind",
     "rehearse/test_library_loops.py": "each is a rehearsal; test_store_loss.py has one",
     "rehearse/test_rehearse_in_ci.py": "each is a rehearsal; test_held_tensors.py has one, and unit/ the options",
@@ -126,6 +128,8 @@ WHOLLY_LONG = {
     "run/test_run_scenarios.py": RANK,
     "run/test_run_sequences.py": RANK,
     "storage/test_storage_killed.py": "worker/test_storage_upload.py has a writer killed at each part",
+    "run/test_run_page.py": "a local run from start to end; unit/test_page.py has what the page shows",
+    "run/test_run_rerun.py": "two local runs; apiserver/operator/test_operator_rerun.py has a rerun",
 }
 
 

@@ -296,6 +296,7 @@ def test_save_that_lacks_a_key_of_the_restored_state_is_refused_before_it_takes_
     assert found.step == 1
 
 
+@pytest.mark.long_but("local")
 def test_key_that_comes_into_the_state_behind_the_restore_that_left_it_out_is_not_saved(url: str) -> None:
     """The optimizer of a script that makes it after the restore begins anew at each start, and was saved as trained."""
     with everstep.Checkpointer(url) as first:

@@ -167,6 +167,7 @@ def lineage(script: ModuleType, steps: int) -> tuple[int, str]:
     return count, digest
 
 
+@pytest.mark.long
 def test_every_epoch_holds_every_training_sample_once(script: ModuleType) -> None:
     batches = script.TRAIN // script.BATCH
     epochs = [[i for b in range(batches) for i in script.batch_indices(e * batches + b).tolist()] for e in range(3)]

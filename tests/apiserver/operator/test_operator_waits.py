@@ -189,6 +189,7 @@ async def test_object_beside_the_pods_that_a_quota_refuses_is_told_with_its_name
         assert await stalled(place) == ""
 
 
+@pytest.mark.long
 async def test_worker_that_a_quota_refuses_is_told_with_its_age_in_one_event(place: Place) -> None:
     await allow_none(place, "pods", PODS, {"spec": TEMPLATE["spec"]})
     await place.create_job()

@@ -65,8 +65,9 @@ class SuccessionModel:
                 for size in range(1, self.members):
                     for cut in combinations(range(self.members), size):
                         side = frozenset(range(self.members)) - set(cut)
-                        yield f"members {list(cut)} are cut off from the others and the store", spent._replace(
-                            beside_store=side
+                        yield (
+                            f"members {list(cut)} are cut off from the others and the store",
+                            spent._replace(beside_store=side),
                         )
         if not s.store_runs:
             yield "the store is back", s._replace(store_runs=True)
