@@ -25,7 +25,7 @@ from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.decisions import Claim
 from everstep.checkpoint.retention.late_metrics import all_metrics
 from everstep.checkpoint.retention.pins import held_commits, holds, read_kept
-from everstep.checkpoint.save.parts import Staged, gather_parts
+from everstep.checkpoint.save.parts import Staged, Wait, gather_parts
 from everstep.storage import MemoryStore, ObjectStore, open_store
 from everstep.storage.faults import FaultStore
 from support.checkpoint.pieces import register
@@ -52,7 +52,7 @@ def until(true: Callable[[], bool]) -> None:
 
 def gathered(store: ObjectStore, timeout: float = 60.0) -> list[Part]:
     staged = Staged(5, SAVE, 0, 2, None, (), {}, {})
-    return gather_parts(store, staged, Part(0, SAVE, None, (), {}), timeout, Flag())
+    return gather_parts(store, staged, Part(0, SAVE, None, (), {}), Wait(timeout), Flag())
 
 
 READERS: dict[str, tuple[str, bytes, Callable[[ObjectStore], object], object]] = {

@@ -17,7 +17,7 @@ from everstep.checkpoint.flag import Flag
 from everstep.checkpoint.format.layout import part_name
 from everstep.checkpoint.format.manifest import Part, PartFailed, encode_part
 from everstep.checkpoint.ranks import Broadcasting
-from everstep.checkpoint.save.parts import Staged, gather_parts
+from everstep.checkpoint.save.parts import Staged, Wait, gather_parts
 from everstep.checkpoint.state.holders import Holders
 from everstep.storage import MemoryStore, TerminalError
 
@@ -59,7 +59,7 @@ def gathered(store: MemoryStore, said: Callable[[int], bytes] = lambda rank: enc
     for rank in range(1, RANKS):
         store.put(part_name(SAVE, rank), said(rank))
     staged = Staged(7, SAVE, 0, RANKS, None, (), {}, {})
-    return gather_parts(store, staged, part(0), 60.0, Flag())
+    return gather_parts(store, staged, part(0), Wait(60.0), Flag())
 
 
 def test_parts_are_read_several_at_a_time_and_come_in_the_ranks_order() -> None:

@@ -90,6 +90,21 @@ def main(rank):
             handle.wait(60)
         except CheckpointError as e:
             result = {"error": str(e)}
+    elif scenario == "rank-0-alone":
+        import logging
+        from everstep.checkpoint.save import parts
+        parts.PATIENCE = 0.5
+        logged = []
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())
+        logging.getLogger("everstep.checkpoint").addHandler(handler)
+        ck = everstep.Checkpointer(root, on_event=hook, peer_timeout=4.0)
+        ck.restore(state)
+        if rank == 0:
+            ck.save(1, state)  # the line at fault
+        try: ck.close()
+        except CheckpointError as e: result = {"error": str(e)}
+        result["logged"] = logged
     elif scenario == "damaged-for-one":
         ck = everstep.Checkpointer(root, on_event=hook)
         ck.restore(state)
@@ -193,6 +208,17 @@ def test_dead_peer_costs_the_save_and_the_previous_commit_stays_the_latest(tmp_p
     assert "no part from ranks [1] within 1 s" in results[0]["error"]
     codes, loaded = world("load", 1, root, tmp_path)
     assert loaded[0]["step"] == 1
+
+
+def test_save_on_rank_0_alone_names_the_others_while_it_waits_and_the_line_to_change(tmp_path: Path) -> None:
+    _, results = world("rank-0-alone", 3, str(tmp_path / "store"), tmp_path)
+    line = 1 + next(n for n, text in enumerate(PROGRAM.splitlines()) if "the line at fault" in text)
+    remedy = f"look at <string>:{line}, and take an `if rank == 0` around it away"
+    waits, fails = results[0]["logged"]
+    assert waits.startswith("the save of step 1: after 1 s there is no part from ranks [1, 2]"), waits
+    assert fails.startswith("step 1 was not saved: no part from ranks [1, 2] within 4 s"), fails
+    assert fails.endswith(". The commit before stays the newest"), "no training goes on behind close()"
+    assert all(remedy in text for text in (waits, fails, results[0]["error"]))
 
 
 def test_commit_that_one_rank_cannot_read_is_stepped_over_by_all(tmp_path: Path) -> None:

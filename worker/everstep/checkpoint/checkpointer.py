@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -38,6 +39,7 @@ from everstep.checkpoint.save.snapshot import Snapshots, Versions
 from everstep.checkpoint.save.writer import Writer
 from everstep.checkpoint.state.capture import capture
 from everstep.checkpoint.state.finite import Nonfinite
+from everstep.contract.library_files import line_of_the_script
 from everstep.reporting.stop_signal import Preempted, StopSignal
 from everstep.storage import ObjectStore, RetryableError, StorageError
 
@@ -51,6 +53,7 @@ class Lifetime:
     def __init__(self, checkpointer: at_exit.Closable, url: str) -> None:
         self._checkpointer, self._url = checkpointer, url
         self._process = 0  # the process that has the thread; 0: there is no thread yet
+        self.ends = False  # training is over, and its last save is not
         self.closed = False  # no further save is accepted
         self.over = False  # closed, and the last save has ended
 
@@ -297,7 +300,7 @@ class Checkpointer:
 
     def _end_preempted(self, handle: SaveHandle, ranks: Ranks) -> NoReturn:
         """End this process when the last save is over, or the time for it is. Raises `Preempted`. Collective."""
-        committed = False
+        committed, self._life.ends = False, True
         with contextlib.suppress(CheckpointError, TimeoutError):
             committed = isinstance(handle.wait(self._stop.remaining()), Committed)
         try:
@@ -340,7 +343,9 @@ class Checkpointer:
         at_exit.saves()
         writer.wait_for_room()
         self._policy.saved(time.monotonic())
-        handle = SaveHandle(step, save_id=identifier)
+        handle = SaveHandle(
+            step, save_id=identifier, called_at="" if self._by_session else line_of_the_script(sys._getframe(1))
+        )
         try:
             staged = self._snapshots.copy(taken, ranks, handle, metrics)
             self._life.check_still_open(step)
@@ -521,7 +526,10 @@ class Checkpointer:
                 self._store, self._owner.record, self._settings.keep, self._loader.damaged, self._loader.mark,
                 suspected=self._loader.suspected, restored=self._origin,
             )  # fmt: skip
-            self._writer = Writer(self._store, self._owner.record, self._peer_timeout, cleaner, self._events)
+            self._writer = Writer(
+                self._store, self._owner.record, self._peer_timeout, cleaner, self._events,
+                lambda: self._life.closed or self._life.ends,
+            )  # fmt: skip
             self._life.starts()
             self._late_metrics.taken(self._writer.later)
             if not self._by_session:

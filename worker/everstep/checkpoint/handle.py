@@ -49,9 +49,10 @@ Outcome = Committed | Written | Failed
 class SaveHandle:
     """One save. `outcome` is None while it is in flight."""
 
-    def __init__(self, step: int, outcome: Outcome | None = None, save_id: str = "") -> None:
+    def __init__(self, step: int, outcome: Outcome | None = None, save_id: str = "", called_at: str = "") -> None:
         self.step = step
         self.save_id = save_id  # the folder of its shards; empty if nothing was begun
+        self.called_at = called_at  # the script's line; empty if a session saves
         self._outcome = outcome
         self._done = Flag()
         self._by: Collection[threading.Thread] = ()  # the threads of the writer that does this save

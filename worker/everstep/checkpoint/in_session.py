@@ -52,6 +52,10 @@ class InSession:
         own._late_metrics.move(ranks.rank)
         own._snapshots.holders = Holders()
 
+    def ends(self) -> None:
+        """Training is over: what is saved now, or in flight, is its last state."""
+        self._checkpointer._life.ends = True
+
     def due_by_steps(self, step: int) -> bool:
         """Whether a save is due after `step` by its number."""
         return self._checkpointer._policy.by_steps(step)

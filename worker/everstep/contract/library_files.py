@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 _FOLDERS = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = str(Path(__file__).parents[1]) + os.sep
@@ -20,6 +20,16 @@ _INSTALLED = ("/site-packages/", "/dist-packages/", "<frozen ", "/everstep_horov
 def is_library(file: str) -> bool:
     """Whether `file`, as a code object names it, is Python's own or an installed package's."""
     return file.startswith(_FOLDERS) or any(part in file for part in _INSTALLED)
+
+
+def line_of_the_script(frame: FrameType | None) -> str:
+    """The innermost line of the script, searched upwards from `frame`: "train.py:31"; empty if only libraries run."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith(_OURS) or is_library(file)):
+            return f"{os.path.basename(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def frames_of_the_script(trace: TracebackType | None) -> list[tuple[str, int, str]]:

@@ -11,7 +11,8 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
+from concurrent import futures
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -82,7 +83,7 @@ def _in_parts(store: ObjectStore, path: str, data: memoryview) -> Shard:
             parts = [pool.submit(write, number, start) for number, start in enumerate(starts)]
             try:
                 shard = describe(path, data)
-                done, _ = wait(parts, return_when=FIRST_EXCEPTION)
+                done, _ = futures.wait(parts, return_when=FIRST_EXCEPTION)
                 for part in done:
                     part.result()
             finally:
@@ -113,7 +114,9 @@ def _cores() -> int:
 _POLL_FIRST: Final = 0.02
 _POLL_MOST: Final = 1.0
 _READS: Final = 16  # parts that are read at the same time: a thread mostly waits for the store
-_NAMED: Final = 16  # diverged parameters that a manifest names, for each rank
+PATIENCE: Final = 10.0  # seconds after which a wait for other ranks is logged, if this rank's own part took less time
+_OWN_TIMES: Final = 3.0  # and otherwise so many times what its own part took: each rank writes about as much
+_NAMED: Final = 16  # diverged parameters that a manifest names, for each rank; and ranks that a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,17 +178,41 @@ def give_up_part(store: ObjectStore, save_id: str, rank: int, reason: str) -> No
     store.put(part_name(save_id, rank), encode_part(PartFailed(rank, save_id, reason)))
 
 
-def gather_parts(store: ObjectStore, staged: Staged, own: Part, timeout: float, stop: Flag) -> list[Part]:
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How long the coordinator waits for the other ranks' parts, and what it logs meanwhile. `own`: the seconds that
+    its own part took. `called_at`: the script's line that called `save`; empty if a session did, on all ranks alike."""
+
+    timeout: float
+    own: float = 0.0
+    called_at: str = ""
+
+    @property
+    def patience(self) -> float:
+        return max(PATIENCE, _OWN_TIMES * self.own)
+
+    @property
+    def remedy(self) -> str:
+        """What to write if the other ranks have not called `save`."""
+        if not self.called_at:
+            return ""
+        return (
+            f". Every rank calls save(), not rank 0 alone: look at {self.called_at}, and take an `if rank == 0` around "
+            "it away"
+        )
+
+
+def gather_parts(store: ObjectStore, staged: Staged, own: Part, wait: Wait, stop: Flag) -> list[Part]:
     """Every rank's part in rank order. Raises `SaveFailed` naming the ranks that failed or did not come in
-    `timeout` seconds, and `StateMismatch` for a rank whose save of this number is of another step."""
+    time, and `StateMismatch` for a rank whose save of this number is of another step."""
     with ThreadPoolExecutor(_READS, thread_name_prefix="everstep-parts") as pool:
-        return _gather(store, staged, own, timeout, stop, pool)
+        return _gather(store, staged, own, wait, stop, pool)
 
 
-def _gather(store: ObjectStore, staged: Staged, own: Part, timeout: float, stop: Flag, pool: Executor) -> list[Part]:
+def _gather(store: ObjectStore, staged: Staged, own: Part, wait: Wait, stop: Flag, pool: Executor) -> list[Part]:
     parts = {own.rank: own}
     torn: dict[int, FormatError] = {}
-    deadline, pause = time.monotonic() + timeout, _POLL_FIRST
+    began, pause, is_logged = time.monotonic(), _POLL_FIRST, False
     while len(parts) < staged.world_size:
         listed = {info.name for info in store.list(save_folder(staged.save_id))}
         before = len(parts)
@@ -206,18 +233,27 @@ def _gather(store: ObjectStore, staged: Staged, own: Part, timeout: float, stop:
                     pass  # a listing from before a deletion
         if len(parts) == staged.world_size:
             break
-        if time.monotonic() > deadline:
-            absent = [r for r in range(staged.world_size) if r not in parts]
-            if unreadable := [torn[r] for r in absent if r in torn]:
-                raise SaveFailed(f"step {staged.step}: not whole within {timeout:.0f} s: {unreadable[0]}")
-            raise SaveFailed(
-                f"step {staged.step}: no part from ranks {absent[:16]} within {timeout:.0f} s. Every "
-                "rank calls save(), not rank 0 alone"
-            )
+        waited = time.monotonic() - began
+        absent = [r for r in range(staged.world_size) if r not in parts]
+        if waited > wait.patience and not is_logged:
+            is_logged = True
+            log.warning(
+                "the save of step %d: after %.0f s there is no part from ranks %s: they still write, or have not "
+                "called save(). The save fails after %.0f s%s",
+                staged.step, waited, absent[:_NAMED], wait.timeout, wait.remedy,
+            )  # fmt: skip
+        if waited > wait.timeout:
+            raise _too_late(staged.step, absent, torn, wait)
         pause = _POLL_FIRST if len(parts) > before else min(_POLL_MOST, pause * 2)
         if stop.wait(pause):
             raise SaveFailed(f"step {staged.step}: closed while waiting for the other ranks")
     return [parts[rank] for rank in range(staged.world_size)]
+
+
+def _too_late(step: int, absent: Sequence[int], torn: Mapping[int, FormatError], wait: Wait) -> SaveFailed:
+    if unreadable := [torn[rank] for rank in absent if rank in torn]:
+        return SaveFailed(f"step {step}: not whole within {wait.timeout:.0f} s: {unreadable[0]}")
+    return SaveFailed(f"step {step}: no part from ranks {absent[:_NAMED]} within {wait.timeout:.0f} s{wait.remedy}")
 
 
 def _of_another_step(staged: Staged, part: Part) -> StateMismatch:

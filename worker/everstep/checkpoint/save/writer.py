@@ -26,7 +26,7 @@ from everstep.checkpoint.handle import Committed, Events, Failed, Outcome, SaveH
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.decisions import Head
 from everstep.checkpoint.retention.cleaner import Cleaner, is_absent
-from everstep.checkpoint.save.parts import Staged, gather_parts, give_up_part, write_part
+from everstep.checkpoint.save.parts import Staged, Wait, gather_parts, give_up_part, write_part
 from everstep.checkpoint.state.alike import differing, unlike
 from everstep.checkpoint.state.union import merged
 from everstep.storage import ObjectStore, RetryableError, StorageError
@@ -43,16 +43,18 @@ def _ignored(kind: str, **fields: Any) -> None:
 
 
 class Writer:
-    """Writes the saves of one rank, under the open record `own`. `peer_timeout`: seconds."""
+    """Writes the saves of one rank, under the open record `own`. `peer_timeout`: seconds. `is_last`: whether no
+    training follows the newest save."""
 
     def __init__(
-        self, store: ObjectStore, own: OpenRecord, peer_timeout: float, cleaner: Cleaner, events: Events
-    ) -> None:
+        self, store: ObjectStore, own: OpenRecord, peer_timeout: float, cleaner: Cleaner, events: Events,
+        is_last: Callable[[], bool],
+    ) -> None:  # fmt: skip
         self._store = store
         self._log = CommitLog(store)
         self._own, self._peer_timeout = own, peer_timeout
         self._cleaner = cleaner
-        self._events = events
+        self._events, self._is_last = events, is_last
         self._head = Head(own.n, own, own.commit)
         self._stop = Flag()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -118,7 +120,7 @@ class Writer:
 
     def leave_out(self, handle: SaveHandle, rank: int, error: SaveFailed, *, newest: bool = True) -> None:
         """End a save as failed before this rank has written it, and tell the others. `newest`: no later save exists."""
-        logger.warning("%s. Training goes on", _not_saved(handle.step, error))
+        self._warn(handle.step, error)
         self._events("save-failed", step=handle.step, error=str(error))
         handle.finish(Failed(handle.step, error))
         self._fails(handle.save_id, error)
@@ -126,6 +128,11 @@ class Writer:
             self.newest = handle
         if rank != 0:
             self.give_up(handle.save_id, rank, str(error))
+
+    def _warn(self, step: int, error: CheckpointError) -> None:
+        """Log a save that failed."""
+        then = "The commit before stays the newest" if self._is_last() else "Training goes on"
+        logger.warning("%s. %s", _not_saved(step, error), then)
 
     def later(self, task: Callable[[], object]) -> None:
         """Do a small task on the writer's thread, after the saves in flight. Its errors are logged. It is never
@@ -188,7 +195,7 @@ class Writer:
     def _save(self, staged: Staged, handle: SaveHandle) -> None:
         started = time.monotonic()
         try:
-            outcome = self._write(staged, started)
+            outcome = self._write(staged, handle.called_at, started)
         except BaseException as e:  # training goes on after any error, and the caller gets it
             error = self._overtaken(e) or (
                 e if isinstance(e, CheckpointError) else SaveFailed(f"step {staged.step}: {e}")
@@ -236,7 +243,7 @@ class Writer:
         except Exception:
             logger.exception("the clean-up before a save failed; the save goes on")
 
-    def _write(self, staged: Staged, started: float) -> Outcome:
+    def _write(self, staged: Staged, called_at: str, started: float) -> Outcome:
         if self._store.capabilities.local:  # another folder may be at this path now: write nothing into it
             self._log.check_own(self._own)
         if staged.rank == 0:
@@ -244,7 +251,8 @@ class Writer:
         part = write_part(self._store, staged)
         if staged.rank != 0:
             return Written(staged.step)
-        parts = gather_parts(self._store, staged, part, self._peer_timeout, self._stop)
+        wait = Wait(self._peer_timeout, time.monotonic() - started, called_at)
+        parts = gather_parts(self._store, staged, part, wait, self._stop)
         if any(p.digests for p in parts) and (keys := differing([p.digests for p in parts])):
             equal = f" (in the save of step {self._alike} they still were)" if self._alike is not None else ""
             raise StateMismatch(
@@ -296,7 +304,7 @@ class Writer:
             self.fenced = error
             self._events("fenced", step=staged.step, error=error)
             return
-        logger.warning("%s. Training goes on", _not_saved(staged.step, error))
+        self._warn(staged.step, error)
         self._events("save-failed", step=staged.step, error=str(error))
         if staged.rank != 0:
             self.give_up(staged.save_id, staged.rank, str(error))

@@ -324,6 +324,7 @@ class StepCoordinator:
         if step != self.step:
             self.count(step)
         self._agreement.finish()
+        self._training_ends()
         with _exit_codes():
             if self._schedule is not None and save and not self._save_now(lambda: None):
                 failure = self._schedule.failure
@@ -334,6 +335,10 @@ class StepCoordinator:
         self.close()
         self.live_profile.close()
         self._reporter.done()
+
+    def _training_ends(self) -> None:
+        if self._schedule is not None:
+            self._schedule.in_session.ends()
 
     def close(self) -> None:
         """Let the save in flight end. May be called again."""
@@ -352,6 +357,7 @@ class StepCoordinator:
     def _preempt(self) -> NoReturn:
         try:
             self._agreement.finish()
+            self._training_ends()
             committed = self._save_now(self._stop.remaining)
             enough = self._stop.remaining() > ONE_MORE_SECONDS + ONE_MORE_STEPS * self._step_seconds
             self.has_time = self._all(committed and enough)

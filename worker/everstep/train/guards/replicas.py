@@ -200,24 +200,24 @@ class Replicas:
         )
 
     def _since(self, gather: Gather) -> str:
-        """Which ranks differ, and since when, in brackets for a refusal; the log has a line for each rank. Raises a
+        """Which ranks differ, and since when, in brackets for a refusal; each rank logs its digests. Raises a
         `LoopError` that is not certain if the ranks turn out to be equal. Collective."""
         after = [_digest([p]) for _, p in self._whole]
         phases = (self._before, self._gradients, after)
-        rows = gather((*map(len, phases), all(map(has_rebuilt_buckets, self._parallel))))
-        if any(length not in (0, len(after)) for row in rows for length in row[:3]) or len({r[:3] for r in rows}) > 1:
+        has_rebuilt = all(map(has_rebuilt_buckets, self._parallel))
+        rows = gather(tuple(map(len, phases)))
+        if any(length not in (0, len(after)) for row in rows for length in row) or len(set(rows)) > 1:
             return ""  # ranks have other parameters, or not all of them have stepped
         by_rank = gather([number for phase in phases for number in phase])
         first, second = len(phases[0]), len(phases[0]) + len(phases[1])
         before = [row[:first] for row in by_rank]
         gradients = [row[first:second] for row in by_rank]
         now = [row[second:] for row in by_rank]
-        for rank, (*digests_of_rank, row) in enumerate(zip(before, gradients, now, rows, strict=True)):
-            log.error(
-                "rank %d: digest of the parameters when step %d began: %s; of the gradients with which the first "
-                "optimizer stepped: %s; of the parameters now: %s; DDP's buckets laid out by arrival: %s",
-                rank, self._steps, *map(_short, digests_of_rank), "yes" if row[3] else "no",
-            )  # fmt: skip
+        log.error(
+            "digest of this rank's parameters when step %d began: %s; of the gradients with which its first optimizer "
+            "stepped: %s; of its parameters now: %s; DDP's buckets laid out by arrival: %s",
+            self._steps, *map(_short, phases), "yes" if has_rebuilt else "no",
+        )  # fmt: skip
         differing = _columns_apart(now)
         if not differing:
             raise LoopError(
