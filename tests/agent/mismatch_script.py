@@ -47,6 +47,9 @@ if __name__ == "__main__":
         model = DistributedDataParallel(torch.nn.Linear(8, 8))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.track(model=model, optimizer=optimizer)
+        odd = ""
+        if "EVALUATES" in os.environ:
+            run.evaluate(lambda: odd != "skip evaluation" and dist.all_reduce(torch.zeros(10)), every=1)
         with (out / f"{os.getpid()}.jsonl").open("a", buffering=1) as diary:
             for step in run.steps(until=10**9):
                 with step:

@@ -200,6 +200,25 @@ def test_a_rank_whose_collective_has_another_size_is_named_though_gloo_aborts(
 
 
 @pytest.mark.timeout(180)
+def test_a_rank_that_skips_a_collective_of_an_evaluation_is_named_by_the_agent_of_all(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Of three ranks in a ring the odd one waits for a live one: it has no failure to tell of."""
+    tell(tmp_path, "skip evaluation")
+    run = job(HERE / "mismatch_script.py", tmp_path, nodes="1:1", environ={"EVALUATES": "1"})
+    (agent,) = run.start(1, flags=["--nproc-per-node=3", "--max-restarts=2"])
+    assert run.codes() == [1]
+    log = agent.log.read_text()
+    words = (
+        r"exit code 1: .*the ranks' collectives do not match: rank 1 waits in all_reduce\(float32\[72\]\) at "
+        r"mismatch_script\.py:\d+ in <module>; ranks 0 and 2 wait in all_reduce\(float32\[10\]\) at "
+        r"mismatch_script\.py:\d+ in <lambda>"
+    )
+    assert re.search(words, log), log[-3000:]
+    assert log.count("round 2: rank") == 0, "nothing is started again"
+
+
+@pytest.mark.timeout(180)
 def test_an_abort_that_is_no_mismatch_is_told_with_its_line_and_charged(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -207,6 +226,7 @@ def test_an_abort_that_is_no_mismatch_is_told_with_its_line_and_charged(
     tell(tmp_path, "abort")
     assert set(run.codes()) <= {1, 128 + 6}
     assert any("SIGABRT at mismatch_script.py:" in log for log in said(agents))
+    assert not any("gloo aborts" in log for log in said(agents)), "it was in no collective"
     assert not any("do not match" in log for log in said(agents))
 
 

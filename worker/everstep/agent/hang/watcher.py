@@ -93,6 +93,12 @@ def _key(round_: Round, rank: int) -> str:
 GRACE_SECONDS = 3.0  # from finding a process that hangs to ending it; meanwhile other agents find theirs that wait
 CLASH_SECONDS = 0.7  # to collect the other ranks' collectives after an abort; short, because the round breaks soon
 CLASH_POLL = 0.05
+# A process of which the fault handler writes this waited in a collective of the session's group.
+IN_COLLECTIVE = "/everstep/recovery/group/in_flight.py"
+GLOO_ABORTS = (
+    ". gloo aborts a rank whose peer is in a collective of another size: call each collective on all ranks, in the "
+    "same order"
+)
 # The signals for which the interpreter's fault handler writes stacks.
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
@@ -162,7 +168,8 @@ class Watcher:
         if -code == signal.SIGABRT and recent and round_ is not None:
             ended = Seen(recent[-1], recent, at, waits=False)
             verdict = await self._clash(round_, process.rank, ended)
-        return at + (f"; its newest collective was {recent[-1].what}" if recent else ""), verdict
+        newest = f"; its newest collective was {recent[-1].what}" if recent else ""
+        return at + newest + (GLOO_ABORTS if recent and IN_COLLECTIVE in text else ""), verdict
 
     async def _clash(self, round_: Round, rank: int, ended: Seen) -> Verdict | None:
         """Compare the collective in which `rank` was aborted with those of the others, which may be aborted too."""
@@ -174,7 +181,19 @@ class Watcher:
                 while len(posts) < len(others):
                     await asyncio.sleep(CLASH_POLL)
                     posts = await self._board.read(round_, others, some=True)
+        posts |= await self._silent(round_, posts)
         return clash(rank, ended, posts)
+
+    async def _silent(self, round_: Round, posts: Mapping[int, Seen]) -> dict[int, Seen]:
+        """What this agent's own processes have begun that have posted nothing: one whose neighbours in a ring still
+        live waits on, and knows of no failure."""
+        seen: dict[int, Seen] = {}
+        for pid, process in list(self._running.items()):
+            recent = read_page(process.files.calls)
+            if process.speaks and recent and process.rank not in posts:
+                taken = await self._stacks(pid, process, round_)
+                seen[process.rank] = Seen(recent[-1], recent, taken.at)
+        return seen
 
     # --- what is found
 
