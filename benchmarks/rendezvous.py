@@ -7,8 +7,8 @@ Python interpreter: decoding is shared (each document once for all of them), eve
 by the same cores. Starts are spread over a second.
 
 `operator.*`: over HTTP, with the operator in a process of its own, and the agents in eight more (`crowd`): most of the
-time is theirs, which on real machines is spent side by side. A watch is an idle long poll; its cost is the growth of
-the operator's memory (RSS).
+time is theirs, which on real machines is spent side by side; `by_tls`: the same by TLS. A watch is an idle long poll;
+its cost is the growth of the operator's memory (RSS).
 """
 
 from __future__ import annotations
@@ -128,15 +128,15 @@ class OperatorRun:
 class OperatorProcess:
     """The operator's round store over an in-memory cluster, with a job of `pods` pods."""
 
-    def __init__(self, pods: int) -> None:
+    def __init__(self, pods: int, *, tls: bool = False) -> None:
         path = Path(__file__).parents[1] / "tests/support/rendezvous/operator_server.py"
-        command = [sys.executable, str(path), str(pods)]
+        command = [sys.executable, str(path), str(pods), *(["tls"] if tls else [])]
         # A session of its own: Linux shares the processor between sessions first, as if it were on another machine.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert self._process.stdout is not None
         told = json.loads(self._process.stdout.readline())
         self.url, self.tokens = str(told["url"]), [str(token) for token in told["tokens"]]
-        self.probes = str(told["probes"])
+        self.probes, self.ca = str(told["probes"]), str(told["ca"])
 
     def __enter__(self) -> OperatorProcess:
         return self
@@ -156,11 +156,11 @@ class OperatorProcess:
         return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
 
 
-def operator_crowd(count: int, processes: int, seed: int) -> OperatorRun:
-    """The agents meet over HTTP."""
-    with OperatorProcess(count) as operator:
+def operator_crowd(count: int, processes: int, seed: int, *, tls: bool = False) -> OperatorRun:
+    """The agents meet over HTTP, or over TLS."""
+    with OperatorProcess(count, tls=tls) as operator:
         before = operator.processor_seconds()
-        whole, after_last = at_operator(operator.url, operator.tokens, processes, seed)
+        whole, after_last = at_operator(operator.url, operator.tokens, processes, seed, operator.ca)
         return OperatorRun(whole, after_last, operator.processor_seconds() - before)
 
 
@@ -206,7 +206,9 @@ def main() -> int:
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (min(20_000, hard := resource.getrlimit(resource.RLIMIT_NOFILE)[1]), hard)
     )
-    over_http = [operator_crowd(agents, PROCESSES, seed) for seed in range(turns)]
+    over_http, over_tls = (
+        [operator_crowd(agents, PROCESSES, seed, tls=tls) for seed in range(turns)] for tls in (False, True)
+    )
     memory, growth = asyncio.run(watch_memory(watches))
     lower = Better.LOWER
     figures = [
@@ -227,6 +229,14 @@ def main() -> int:
         ),
         Figure(
             f"operator.join.{agents}_agents.processor.max", max(run.processor for run in over_http), "s", lower, turns
+        ),
+        *spread(f"operator.join.{agents}_agents_by_tls.whole", [run.whole for run in over_tls], "s"),
+        Figure(
+            f"operator.join.{agents}_agents_by_tls.processor.max",
+            max(run.processor for run in over_tls),
+            "s",
+            lower,
+            turns,
         ),
         Figure(f"operator.{watches}_watches.memory", memory, "MiB", lower, 1, goal=512),
         Figure(f"operator.{watches}_watches.memory.growth", growth, "MiB", lower, 1),

@@ -36,16 +36,18 @@ SETTINGS = JoinSettings(patience=Patience(last_call=2.0, rejoin=30.0), ttl=30.0)
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Where `count` agents meet: at an operator, with a file of a pod's token for each, or in an etcd."""
+    """Where `count` agents meet: at an operator, with a file of a pod's token for each, or in an etcd. `ca`: PEM of the
+    authority of an operator at https://."""
 
     url: str
     token_files: tuple[str, ...]  # none: `url` is an etcd's
     job: str
     count: int
+    ca: str = ""
 
     def store(self, i: int) -> RoundStore:
         if self.token_files:
-            return HttpStore(OperatorCalls(self.url, self.token_files[i]))
+            return HttpStore(OperatorCalls(self.url, self.token_files[i], ca=self.ca))
         return EtcdStore(Gateway((self.url,)), self.job)
 
 
@@ -87,13 +89,13 @@ def gather(crowd: Crowd, processes: int, seed: int) -> tuple[float, float]:
     return last - min(j.asked for j in joined), last - max(j.asked for j in joined)
 
 
-def at_operator(url: str, tokens: Sequence[str], processes: int, seed: int) -> tuple[float, float]:
+def at_operator(url: str, tokens: Sequence[str], processes: int, seed: int, ca: str = "") -> tuple[float, float]:
     """`gather` of as many agents as there are pods."""
     with TemporaryDirectory() as folder:
         files = [Path(folder) / str(i) for i in range(len(tokens))]
         for file, token in zip(files, tokens, strict=True):
             file.write_text(token)
-        return gather(Crowd(url, tuple(map(str, files)), "", len(files)), processes, seed)
+        return gather(Crowd(url, tuple(map(str, files)), "", len(files), ca), processes, seed)
 
 
 def _tell(part: subprocess.Popen[str], what: object) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import ssl
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import aiohttp
 
@@ -55,11 +57,13 @@ async def leads(client: KubeClient, namespace: str) -> str:
     return f"{now.holder_identity} leads"
 
 
-async def answers(url: str) -> str:
+async def answers(url: str, ca_file: Path | None = None) -> str:
+    """`ca_file`: by which a server of https:// is verified, as workers do; without it, as the image does."""
+    trust = ssl.create_default_context(cafile=ca_file) if ca_file is not None else True
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ANSWER)) as session,
-            session.get(f"{url}/healthz") as response,
+            session.get(f"{url}/healthz", ssl=trust) as response,
         ):
             if response.status == 200:
                 return f"the operator answers at {url}"
@@ -69,12 +73,14 @@ async def answers(url: str) -> str:
     raise CheckError(f"workers do not reach the operator at {url}: {problem}; look at the Service and NetworkPolicies")
 
 
-async def check(client: KubeClient, namespace: str, url: str, seconds: float = SECONDS) -> bool:
+async def check(
+    client: KubeClient, namespace: str, url: str, seconds: float = SECONDS, *, ca_file: Path | None = None
+) -> bool:
     """Print a line for each fact, which has to hold within `seconds`; whether all do."""
     facts: tuple[Callable[[], Awaitable[str]], ...] = (
         lambda: serves_jobs(client, namespace),
         lambda: leads(client, namespace),
-        lambda: answers(url),
+        lambda: answers(url, ca_file),
     )
     return all([await _holds(fact, seconds) for fact in facts])
 
@@ -93,9 +99,9 @@ async def _holds(fact: Callable[[], Awaitable[str]], seconds: float) -> bool:
         await asyncio.sleep(RENEWED / 2)
 
 
-async def _in_pod(source: InCluster) -> bool:
+async def _in_pod(source: InCluster, ca_file: Path | None) -> bool:
     async with HttpKubeClient(source) as client:
-        return await check(client, own_namespace(source), os.environ["EVERSTEP_REPORT_URL"])
+        return await check(client, own_namespace(source), os.environ["EVERSTEP_REPORT_URL"], ca_file=ca_file)
 
 
 def main() -> int:
@@ -107,7 +113,8 @@ def main() -> int:
         if not isinstance(source, InCluster):
             sys.stdout.write("FAILED this runs in a pod of the chart: `helm test RELEASE -n NAMESPACE --logs`\n")
             return 2
-        return 0 if asyncio.run(_in_pod(source)) else 1
+        ca_file = Path(os.environ.get("EVERSTEP_TLS_DIR", ""), "ca.crt")  # none: an authority that the image knows
+        return 0 if asyncio.run(_in_pod(source, ca_file if ca_file.is_file() else None)) else 1
     except CredentialsError as e:
         sys.stdout.write(f"FAILED {e}\n")
         return 1

@@ -11,8 +11,10 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from everstep.contract import labels, variables
 from everstep.contract.messages import Report
@@ -27,6 +29,7 @@ from everstep_operator.controller.record import Recorder
 from everstep_operator.controller.report_receiver import ReportReceiver
 from everstep_operator.endpoint import auth, server, signed_tokens, token_reviews
 from everstep_operator.endpoint.callers import Caller, Callers
+from everstep_operator.endpoint.certificates import Certificates, CertificateUnusable
 from everstep_operator.endpoint.report_endpoint import ReportEndpoint
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache
@@ -190,10 +193,20 @@ class Operator:
         checks = auth.RequestAuth(self._identities, self._leadership, find=callers.find)
         reports = ReportEndpoint(checks, accept, metrics)
         rounds = RoundRoutes(self.rounds, checks, agent=partial(find_agent, callers), metrics=metrics)
-        self.server = server.HttpServer(
-            [reports.add_to, rounds.add_to, server.add_alive],
-            server.ServerOptions(host=settings.host, port=settings.port),
-        )
+        calls = [reports.add_to, rounds.add_to, server.add_alive]
+        at_plain_port: list[server.AddRoutes] = [*calls]
+        self.certificates: Certificates | None = None
+        self.tls_server: server.HttpServer | None = None
+        if settings.tls_dir:
+            host = urlsplit(settings.report_url).hostname or ""
+            self.certificates = Certificates(settings.tls_dir, host, clock, self._certificate_changed)
+            self.tls_server = server.HttpServer(
+                calls,
+                server.ServerOptions(host=settings.host, port=settings.tls_port, tls=self.certificates.context),
+            )
+            if not settings.plain_calls:
+                at_plain_port = [server.add_alive, server.add_refusal_of_plain_calls(settings.report_url)]
+        self.server = server.HttpServer(at_plain_port, server.ServerOptions(host=settings.host, port=settings.port))
         self.probes = server.HttpServer(
             [server.Probes(metrics, {"caches": self.caches.waiting}).add_to],
             server.ServerOptions(host=settings.host, port=settings.probe_port, bounds=server.PROBE_BOUNDS),
@@ -208,12 +221,14 @@ class Operator:
 
     async def run(self) -> None:
         """Serve, watch, and lead when allowed."""
-        page = self.page or contextlib.nullcontext()
-        async with self.probes, self.server, page, asyncio.TaskGroup() as group:
+        page, tls = self.page or contextlib.nullcontext(), self.tls_server or contextlib.nullcontext()
+        async with self.probes, self.server, tls, page, asyncio.TaskGroup() as group:
             log.info("serving", extra={"host": self._settings.host or "all", **self._ports()})
             group.create_task(self.caches.run())
             group.create_task(self._measure())
             group.create_task(self.leaderless.run())
+            if self.certificates is not None:
+                group.create_task(self.certificates.run())
             await self.caches.wait_synced()
             self._synced()
             # A replica leads only with full caches: a leader that sees no pods would take all of them for lost.
@@ -234,7 +249,12 @@ class Operator:
 
     def _ports(self) -> dict[str, int]:
         page = {} if self.page is None else {"page_port": self.page.port}
-        return {"port": self.server.port, "probe_port": self.probes.port, **page}
+        tls = {} if self.tls_server is None else {"tls_port": self.tls_server.port}
+        return {"port": self.server.port, "probe_port": self.probes.port, **tls, **page}
+
+    def _certificate_changed(self, ca: str, ends: datetime) -> None:
+        self.reconciler.trust(ca)
+        self.metrics.certificate_ends(ends.timestamp())
 
     def _leadership_changed(self, state: object) -> None:
         leading = isinstance(state, Leading)
@@ -249,7 +269,9 @@ class Operator:
             return auth.LeaderHere()
         address = self.elector.holder_address()
         if address is not None:
-            return auth.LeaderAt(f"http://{address}")
+            host = address.rpartition(":")[0]
+            tls = "" if self.tls_server is None else f"https://{host}:{self.tls_server.port}"
+            return auth.LeaderAt(f"http://{address}", tls)
         starting = self.caches.waiting()
         if starting:
             return auth.LeaderUnknown(f"this replica starts: it {starting}")
@@ -311,9 +333,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for unknown in variables.unknown(os.environ, [v.name for v in VARIABLES]):
         log.warning("%s", unknown)
     _allow_files()
-    asyncio.run(_serve(invocation, traces))
-    if traces is not None:
-        traces.close()
+    try:
+        asyncio.run(_serve(invocation, traces))
+    except CertificateUnusable as e:
+        log.error("the port for workers has no certificate", extra={"reason": str(e)})
+        return 2
+    finally:
+        if traces is not None:
+            traces.close()
     return 0
 
 

@@ -50,6 +50,18 @@ VARIABLES = (
     Variable("EVERSTEP_PAGE_PORT", "port of the page about jobs, 0 to 65535; 0: any free one; empty: there is no page"),
     Variable("EVERSTEP_REPORT_URL", "URL to which workers report; empty: they do not report"),
     Variable(
+        "EVERSTEP_TLS_DIR",
+        "folder with tls.crt and tls.key, or with ca.key, by which the operator signs a certificate for itself; and "
+        "with ca.crt, by which workers verify it; empty: there is no TLS",
+    ),
+    Variable("EVERSTEP_TLS_PORT", "port to serve workers on by TLS, 0 to 65535; 0: any free one", "8443"),
+    Variable(
+        "EVERSTEP_PLAIN_CALLS",
+        "whether workers are served without TLS too, where there is TLS: those from before have no other address",
+        "true",
+        ("true", "false"),
+    ),
+    Variable(
         "EVERSTEP_CHECKPOINT_URL_PREFIXES", "allowed beginnings of checkpoint URLs, separated by commas; empty: any"
     ),
     Variable(
@@ -139,6 +151,9 @@ class OperatorSettings:
     watch_namespaces: tuple[str, ...] = ()  # whose jobs are run; empty: all
     read_nodes: bool = True
     review_tokens: bool = True
+    tls_dir: str = ""  # empty: no TLS
+    tls_port: int = 8443
+    plain_calls: bool = True
 
     @property
     def identity(self) -> str:
@@ -188,6 +203,9 @@ class OperatorSettings:
             watch_namespaces=_namespaces(sources),
             read_nodes=switch("EVERSTEP_READ_NODES"),
             review_tokens=switch("EVERSTEP_REVIEW_TOKENS"),
+            tls_dir=sources.text("EVERSTEP_TLS_DIR"),
+            tls_port=number("EVERSTEP_TLS_PORT", 0, 65535),
+            plain_calls=switch("EVERSTEP_PLAIN_CALLS"),
         )
 
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_local.apiserver.faults import Faults, Refuse
-from everstep_operator.endpoint.server import add_alive
+from everstep_operator.endpoint.server import HttpServer, ServerOptions, add_alive
 from everstep_operator.installation_check import check
 from everstep_operator.kube.resources import LEASES
 from everstep_operator.kube.wire import micro_time
 from everstep_operator.main import JOBS, LEASE
 from everstep_operator.runtime.clock import SystemClock
 from support.apiserver.operators import Place
+from support.operator.authorities import Authority, put
 from testcluster.daemon import free_ports
 
 pytestmark = pytest.mark.apiserver
@@ -84,6 +87,24 @@ async def test_address_where_nobody_answers_fails_and_is_named(
         assert not await check(place.client, place.namespace, f"http://127.0.0.1:{port}", seconds=0)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
     assert f"workers do not reach the operator at http://127.0.0.1:{port}" in line
+
+
+async def test_operator_with_tls_is_verified_as_workers_do(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority = Authority()
+    chain, key = authority.issue("localhost")
+    put(tmp_path, tls_crt=chain, tls_key=key, ca_crt=authority.pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "tls.crt", tmp_path / "tls.key")
+    (port,) = free_ports(1)
+    options = ServerOptions("127.0.0.1", port, tls=context)
+    async with HttpServer([add_alive], options), lease(place, renewed=True):
+        url = f"https://localhost:{port}"
+        assert await check(place.client, place.namespace, url, ca_file=tmp_path / "ca.crt")
+        assert not await check(place.client, place.namespace, url, seconds=0)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
+    assert "CERTIFICATE_VERIFY_FAILED" in line
 
 
 async def test_an_api_server_without_the_crd_fails_with_what_to_install(

@@ -455,8 +455,8 @@ async def test_every_metric_is_moved_by_what_it_speaks_of() -> None:
     ours = {name for name in exported if not re.match(r"everstep_(job|node|jobs_without)_", name)}  # test_job_metrics
     still = {name for name in ours if not any(one.startswith(name) for one in seen)}
     # Requests to the API server are told by the HTTP client (test_kube_transport), waiting agents by the next test, and
-    # here somebody always leads (test_agent_that_calls_while_nobody_leads_is_told_so_and_why).
-    others = {"everstep_round_watches", "everstep_leaderless_seconds"}
+    # here somebody always leads (test_agent_that_calls_while_nobody_leads_is_told_so_and_why). TLS: test_tls_chart.
+    others = {"everstep_round_watches", "everstep_leaderless_seconds", "everstep_certificate_end_timestamp_seconds"}
     assert still == {"everstep_api_requests", "everstep_api_request_seconds"} | others
 
 

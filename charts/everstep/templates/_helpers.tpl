@@ -37,6 +37,19 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
+{{- /* The address that workers get. */ -}}
+{{- define "everstep.url" -}}
+{{ ternary "https" "http" .Values.tls.enabled }}://{{ include "everstep.host" . }}
+{{- end -}}
+
+{{- define "everstep.host" -}}
+{{ include "everstep.fullname" . }}.{{ .Release.Namespace }}.svc
+{{- end -}}
+
+{{- define "everstep.tlsSecret" -}}
+{{- .Values.tls.secretName | default (printf "%s-authority" (include "everstep.fullname" .)) -}}
+{{- end -}}
+
 {{- define "everstep.serviceAccountName" -}}
 {{- .Values.serviceAccount.name | default (ternary (include "everstep.fullname" .) "default" .Values.serviceAccount.create) -}}
 {{- end -}}

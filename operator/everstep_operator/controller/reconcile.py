@@ -104,6 +104,10 @@ class Reconciler:
         self._accusers = fleet.Accusers()
         self._able_nodes = fleet.AbleNodes()
 
+    def trust(self, ca: str) -> None:
+        """The authorities by which pods that are made from now on verify the operator, in PEM."""
+        self._settings = replace(self._settings, ca=ca)
+
     def forget_all(self) -> None:
         """A new term of leadership begins: another replica may have decided since."""
         self._memory.clear()

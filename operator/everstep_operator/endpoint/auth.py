@@ -48,9 +48,11 @@ class LeaderHere:
 
 @dataclass(frozen=True, slots=True)
 class LeaderAt:
-    """Another replica holds the Lease and answers at `base_url`, such as `http://10.244.1.7:8080`."""
+    """Another replica holds the Lease and answers at `base_url`, such as `http://10.244.1.7:8080`; who came by TLS is
+    sent to `tls_url`."""
 
     base_url: str
+    tls_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,8 @@ class RequestAuth:
         match self._leadership():
             case LeaderHere():
                 return None
-            case LeaderAt(base_url=url):
+            case LeaderAt(base_url=plain, tls_url=tls):
+                url = tls if request.secure else plain
                 location = {"Location": url.rstrip("/") + request.path_qs}
                 return Answer(307, "another replica leads", ReportResult.REDIRECTED, location)
             case LeaderUnknown(reason):

@@ -49,7 +49,9 @@ class Connections:
     def __init__(self, protocol: Callable[[], asyncio.BaseProtocol], bounds: ConnectionBounds | None = None) -> None:
         self.make, self.bounds = protocol, bounds or ConnectionBounds()
         self.queue = FairQueue(lambda start: asyncio.get_running_loop().call_soon(start))
-        self.buffer = bytearray(PIECE)  # of whichever is read now: its bytes are copied at once
+        # Of whichever is read now: its bytes are copied at once. asyncio's TLS fills it in several reads, each into a
+        # slice of it, so it is a view: the slice of a bytearray would be a copy, and what was read would be lost.
+        self.buffer = memoryview(bytearray(PIECE))
         self._all: set[Connection] = set()
         self._strangers: OrderedDict[Connection, None] = OrderedDict()  # those that wait, the oldest first
         self._idle: OrderedDict[Connection, Tenant] = OrderedDict()
@@ -153,7 +155,7 @@ class Connection(asyncio.BufferedProtocol):
         self._set_timer(self._all.bounds.head_seconds, self.end)
         self._all.opened(self)
 
-    def get_buffer(self, sizehint: int) -> bytearray:
+    def get_buffer(self, sizehint: int) -> memoryview:
         return self._all.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -163,7 +165,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._bytes_left < 0:
             self.end()
             return
-        data = bytes(memoryview(self._all.buffer)[:nbytes])
+        data = bytes(self._all.buffer[:nbytes])
         # Bytes that are only dropped wait for a turn too: otherwise a flood of large refused bodies would fill the
         # loop.
         if not self._paused and self._all.queue.try_start(self._flow, self._go_on):

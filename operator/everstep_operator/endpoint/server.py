@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -49,12 +50,15 @@ SCRAPE_SECONDS = 1.0
 # wait long behind a flood of others.
 ACCEPTED_AT_ONCE = 4
 STOP_SECONDS = 5.0  # for requests in progress
+HANDSHAKE_SECONDS = 3.0
 
 # Nobody is admitted there: the kubelet connects anew for each probe, Prometheus for each scrape.
 PROBE_BOUNDS = ConnectionBounds(strangers=128)
 
 # A check returns None when all is well, else the reason; it must not block.
 Check: TypeAlias = Callable[[], str | None]
+
+AddRoutes: TypeAlias = Callable[[web.UrlDispatcher], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +69,13 @@ class ServerOptions:
     port: int = 8080
     backlog: int = 1024  # connections that wait to be accepted
     bounds: ConnectionBounds = field(default_factory=ConnectionBounds)
+    tls: ssl.SSLContext | None = None
 
 
 class HttpServer:
     """Serves until `stop()`. `start()` raises OSError when the address is taken."""
 
-    def __init__(self, routes: Sequence[Callable[[web.UrlDispatcher], None]], options: ServerOptions) -> None:
+    def __init__(self, routes: Sequence[AddRoutes], options: ServerOptions) -> None:
         """Each of `routes` adds the paths that it answers."""
         self._routes, self._options = routes, options
         self._runner: web.AppRunner | None = None
@@ -101,7 +106,14 @@ class HttpServer:
             loop = asyncio.get_running_loop()
             for listening in await listen(s.host, s.port):
                 self._listening.append(
-                    await loop.create_server(connections.accept, sock=listening, backlog=ACCEPTED_AT_ONCE)
+                    await loop.create_server(
+                        connections.accept,
+                        sock=listening,
+                        backlog=ACCEPTED_AT_ONCE,
+                        ssl=s.tls,
+                        ssl_handshake_timeout=None if s.tls is None else HANDSHAKE_SECONDS,
+                        ssl_shutdown_timeout=None if s.tls is None else HANDSHAKE_SECONDS,
+                    )
                 )
                 self.port = int(listening.getsockname()[1])
                 # asyncio accepts as many at once as may wait. More may wait than are accepted at once.
@@ -182,6 +194,20 @@ async def alive(_: web.Request) -> web.StreamResponse:
 def add_alive(router: web.UrlDispatcher) -> None:
     """For the other replicas, which ask the leader at the address that its Lease names (`leader_probe`)."""
     router.add_get("/healthz", alive)
+
+
+def add_refusal_of_plain_calls(url: str) -> AddRoutes:
+    """Whoever has the address from before TLS learns why nothing is taken there. It is no refusal of the worker: it
+    asks again, and trains on meanwhile."""
+
+    async def refuse(_: web.Request) -> web.StreamResponse:
+        reason = f"calls are taken by TLS alone, at {url}: a pod of before TLS has to be made anew"
+        return web.json_response({"reason": reason}, status=426, headers={"Upgrade": "TLS/1.3"})
+
+    def add_to(router: web.UrlDispatcher) -> None:
+        router.add_route("*", "/{path:.*}", refuse)
+
+    return add_to
 
 
 @web.middleware

@@ -270,6 +270,7 @@ class Settings:
     # The remaining pods are created in the following passes.
     max_pods_per_plan: int = 200
     network_policies: bool = False  # whether each job gets one
+    ca: str = ""  # PEM of the authorities by which workers verify the operator; empty: those of their image
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,11 @@ class Metrics:
             "everstep_leaderless_seconds",
             "For how long this replica has seen no replica lead; 0 while one does.",
         )
+        self._certificate_ends = self._add(
+            Gauge,
+            "everstep_certificate_end_timestamp_seconds",
+            "When the certificate of the port that workers reach by TLS ends, since the epoch; 0 without TLS.",
+        )
         # What has not happened yet is 0, not absent: the first time then is an increase.
         for status in STATUSES:
             self._jobs.labels(status).set(0)
@@ -259,6 +264,10 @@ class Metrics:
     def leaderless(self, seconds: float) -> None:
         """For how long this replica has seen nobody lead."""
         self._leaderless.set(seconds)
+
+    def certificate_ends(self, at: float) -> None:
+        """`at`: seconds since the epoch."""
+        self._certificate_ends.set(at)
 
     def peak_memory(self, host: int, device: int) -> None:
         """The greatest peaks of a training process of any job, in bytes."""

@@ -1,9 +1,10 @@
 """Replicas of the real operator's round store over one in-memory cluster, in a thread: agents reach them over HTTP.
 
 What plans is left out: the tests are the planner, and make the pods. Also a program, for benchmarks: serves a job of
-`PODS` pods and prints one line of JSON, its port and the pods' tokens; ends with its standard input.
+`PODS` pods and prints one line of JSON, its port and the pods' tokens; ends with its standard input. With `tls` it is
+reached by TLS, under an authority of its own.
 
-    operator_server.py PODS
+    operator_server.py PODS [tls]
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from everstep_operator.runtime.clock import SystemClock
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.telemetry.metrics import Metrics
 from support.network.ports import Ports
+from support.operator.authorities import Authority, put
 from support.rendezvous.operator_parts import TEMPLATE, lenient_crd, pod_body
 from support.rendezvous.operator_parts import start as start_operator
 
@@ -68,6 +70,12 @@ class Replica:
     @property
     def url(self) -> str:
         return f"http://{host_and_port(self.host, self.port)}"
+
+    @property
+    def tls_url(self) -> str:
+        """Of whoever is `localhost`."""
+        assert self.operator.tls_server is not None
+        return f"https://localhost:{self.operator.tls_server.port}"
 
 
 class OperatorServer:
@@ -113,21 +121,28 @@ class OperatorServer:
         cut: bool = False,
         host: str = "127.0.0.1",
         inside: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        tls: Mapping[str, str] | None = None,
     ) -> Replica:
         """One more replica, at a port of one that was killed or at its own; returns when it serves, whether it leads or
         not. `cut`: it does not reach its API server, and returns when it listens. It listens at `host`, in the network
-        of `inside`."""
-        return self.do(self._start(port or self._ports.take(), cut, host, inside))
+        of `inside`. `tls`: the settings of TLS; it is `localhost` then."""
+        return self.do(self._start(port or self._ports.take(), cut, host, inside, tls or {}))
 
     async def _start(
-        self, port: int, cut: bool, host: str, inside: Callable[[], AbstractContextManager[object]]
+        self,
+        port: int,
+        cut: bool,
+        host: str,
+        inside: Callable[[], AbstractContextManager[object]],
+        tls: Mapping[str, str],
     ) -> Replica:
         number = len(self.replicas)
         settings = OperatorSettings.from_env(
             {
                 "EVERSTEP_PORT": str(port), "EVERSTEP_PROBE_PORT": "0", "EVERSTEP_HOST": host,
                 "EVERSTEP_POD_NAME": f"replica-{number}",
-                "EVERSTEP_LEASE_SECONDS": str(self._lease_seconds),
+                "EVERSTEP_LEASE_SECONDS": str(self._lease_seconds), "EVERSTEP_REPORT_URL": "https://localhost",
+                **tls,
             }
         )  # fmt: skip
         faults = Faults()
@@ -160,6 +175,8 @@ class OperatorServer:
             with inside():
                 await stack.enter_async_context(operator.server)
                 await stack.enter_async_context(operator.probes)
+                if operator.tls_server is not None:
+                    await stack.enter_async_context(operator.tls_server)
             group = await stack.enter_async_context(asyncio.TaskGroup())
             listening.set()
             # The Lease names the port, which is known only now.
@@ -239,11 +256,11 @@ class OperatorServer:
 
     # --- agents
 
-    def calls(self, pod: Pod, url: str = "", limits: Limits | None = None) -> OperatorCalls:
-        return OperatorCalls(url or self.replicas[0].url, str(pod.token_file), limits=limits)
+    def calls(self, pod: Pod, url: str = "", limits: Limits | None = None, ca: str = "") -> OperatorCalls:
+        return OperatorCalls(url or self.replicas[0].url, str(pod.token_file), limits=limits, ca=ca)
 
-    def store(self, pod: Pod, url: str = "", limits: Limits | None = None) -> HttpStore:
-        self._stores.append(HttpStore(self.calls(pod, url, limits)))
+    def store(self, pod: Pod, url: str = "", limits: Limits | None = None, ca: str = "") -> HttpStore:
+        self._stores.append(HttpStore(self.calls(pod, url, limits, ca)))
         return self._stores[-1]
 
 
@@ -253,11 +270,17 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         server = OperatorServer(Path(folder), lease_seconds=6)
-        replica = server.start()
+        tls, ca = {}, b""
+        if "tls" in sys.argv[2:]:
+            authority = Authority()
+            secret = put(Path(folder, "secret"), ca_crt=authority.pem, ca_key=authority.key_pem)
+            tls, ca = {"EVERSTEP_TLS_DIR": str(secret), "EVERSTEP_TLS_PORT": "0"}, authority.pem
+        replica = server.start(tls=tls)
         job = server.create_job()
         pods = [server.create_pod(job, i) for i in range(int(sys.argv[1]))]
         probes = f"http://{replica.host}:{replica.operator.probes.port}"
-        told = {"url": replica.url, "probes": probes, "tokens": [pod.token for pod in pods]}
+        url = replica.tls_url if tls else replica.url
+        told = {"url": url, "ca": ca.decode(), "probes": probes, "tokens": [pod.token for pod in pods]}
         print(json.dumps(told), flush=True)
         sys.stdin.read()
         server.stop()

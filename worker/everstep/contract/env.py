@@ -31,6 +31,8 @@ CHECKPOINT_ON_PREEMPTION = "EVERSTEP_CHECKPOINT_ON_PREEMPTION"  # 1: see `Checkp
 # Where progress reports go, and the file that holds this pod's token for them.
 REPORT_URL = "EVERSTEP_REPORT_URL"
 TOKEN_FILE = "EVERSTEP_TOKEN_FILE"
+# PEM of the authorities by which its certificate is verified; without it those of the image are taken.
+CA_CERTIFICATES = "EVERSTEP_CA_CERTIFICATES"
 
 # Where the container's termination message goes, if not to /dev/termination-log (local mode).
 TERMINATION_LOG = "EVERSTEP_TERMINATION_LOG"

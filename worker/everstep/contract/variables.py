@@ -97,6 +97,8 @@ SET_BY_OPERATOR: dict[str, str] = {
     env.CHECKPOINT_ON_PREEMPTION: "1: `spec.checkpoint.onPreemption`.",
     env.REPORT_URL: "Where progress reports go.",
     env.TOKEN_FILE: "The file with the pod's token for them.",
+    env.CA_CERTIFICATES: "With [TLS](../how-to-install.md#tls): PEM of the authorities by which the operator's "
+    "certificate is verified.",
     env.JOINED_FILE: "With `c10d` and `etcd`: the file that `everstep-run` writes for the start-up probe when it is in "
     "a round.",
     env.GRACE_SECONDS: "Seconds from SIGTERM to SIGKILL.",

@@ -50,15 +50,16 @@ class Refused(PostError):
     """The server refused the message. To repeat the same message cannot help."""
 
 
-def post(url: str, token: str | None, body: bytes) -> None:
-    """Deliver `body` as JSON. Raises Refused if the operator cannot accept it, and PostError for every other answer
+def post(url: str, token: str | None, body: bytes, context: ssl.SSLContext | None = None) -> None:
+    """Deliver `body` as JSON; over https:// the server, and the leader to which it redirects, are verified by `context`
+    under the host name of `url`. Raises Refused if the operator cannot accept it, and PostError for every other answer
     except its 204."""
     try:
-        target = _parse(url)
+        target = first = _parse(url)
     except ValueError as e:
         raise Refused(str(e)) from e
     for _ in range(MAX_REDIRECTS + 1):
-        status, location, answer = _once(target, token, body)
+        status, location, answer = _once(target, token, body, first.hostname, context)
         if status == 204:
             return
         if status in (307, 308) and location:
@@ -94,12 +95,28 @@ def _parse(url: str) -> SplitResult:
     return parts
 
 
-def _once(target: SplitResult, token: str | None, body: bytes) -> tuple[int, str | None, bytes]:
+class _Https(http.client.HTTPConnection):
+    """A leader is reached at its pod's address. Its certificate is the Service's, so it is verified under that name."""
+
+    default_port = http.client.HTTPS_PORT
+
+    def __init__(self, host: str, port: int | None, name: str, context: ssl.SSLContext) -> None:
+        super().__init__(host, port, timeout=TIMEOUT)
+        self._name, self._context = name, context
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = self._context.wrap_socket(self.sock, server_hostname=self._name)
+
+
+def _once(
+    target: SplitResult, token: str | None, body: bytes, name: str | None, context: ssl.SSLContext | None
+) -> tuple[int, str | None, bytes]:
     assert target.hostname is not None
+    assert name is not None
     connection: http.client.HTTPConnection
     if target.scheme == "https":
-        context = ssl.create_default_context()
-        connection = http.client.HTTPSConnection(target.hostname, target.port, timeout=TIMEOUT, context=context)
+        connection = _Https(target.hostname, target.port, name, context or ssl.create_default_context())
     else:
         connection = http.client.HTTPConnection(target.hostname, target.port, timeout=TIMEOUT)
     headers = {"Content-Type": "application/json", "Connection": "close"}
@@ -195,6 +212,7 @@ class Reporter:
         url: str | None,
         token_file: str | None = None,
         *,
+        ca: str = "",
         rank: int = 0,
         world_size: int = 1,
         round: int = 0,
@@ -202,6 +220,8 @@ class Reporter:
     ) -> None:
         self._url = url or None
         self._token_file = token_file or None
+        self._ca = ca
+        self._context: ssl.SSLContext | None = None
         self._identity = (rank, world_size, round)
         self._now = now
         self.memory = PeakMemory()
@@ -213,6 +233,7 @@ class Reporter:
         return cls(
             environ.get(env.REPORT_URL),
             environ.get(env.TOKEN_FILE),
+            ca=environ.get(env.CA_CERTIFICATES, ""),
             rank=_number(environ, "RANK", 0),
             world_size=_number(environ, "WORLD_SIZE", 1),
             round=_number(environ, env.ROUND, 0),
@@ -462,7 +483,7 @@ class Reporter:
             peak = self.memory.read()
             with_peak = replace(pending.report, peak_memory=peak.host, peak_device_memory=peak.device)
             report = replace(with_peak, metrics=_floats(pending.metrics))
-            post(self._url, self._token(), report.encode())
+            post(self._url, self._token(), report.encode(), self._trust())
         except Refused as e:
             self._say_once(str(e), f"the operator refuses this process's reports, training goes on: {e}")
             return True
@@ -478,6 +499,13 @@ class Reporter:
             self._away = False
             log.info("reports reach the operator again")
         return True
+
+    def _trust(self) -> ssl.SSLContext | None:
+        """Made once: reading the image's own authorities takes milliseconds."""
+        assert self._url is not None
+        if self._context is None and self._url.startswith("https:"):
+            self._context = ssl.create_default_context(cadata=self._ca or None)
+        return self._context
 
     def _token(self) -> str | None:
         """The token, read each time, because the kubelet replaces a projected token before it expires."""

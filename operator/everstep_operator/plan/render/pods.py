@@ -240,6 +240,8 @@ def _everstep(job: JobView, index: int, incarnation: int, settings: Settings) ->
     if settings.report_url:
         variables[env.REPORT_URL] = settings.report_url.rstrip("/") + REPORT_PATH
         variables[env.TOKEN_FILE] = f"{TOKEN_DIR}/token"
+        if settings.ca:
+            variables[env.CA_CERTIFICATES] = settings.ca
     if (checkpoint := job.spec.checkpoint) is not None:
         variables[env.CHECKPOINT_URL] = checkpoint.url
         variables[env.CHECKPOINT_KEEP] = str(checkpoint.keep)

@@ -114,7 +114,8 @@ class ConfigurationInvalid(RendezvousFailed, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Every field but `urls` is a key of `--rdzv-conf`, for one backend or both."""
+    """Every field but `urls` and `ca` is a key of `--rdzv-conf`, for one backend or both. `ca`: PEM of the authorities
+    by which the operator is verified, from the pod's environment."""
 
     urls: tuple[str, ...]
     timeout: float = 600.0  # seconds that one rendezvous may take
@@ -133,6 +134,7 @@ class Configuration:
     cert_file: str = ""
     key_file: str = ""
     token_file: str = ""
+    ca: str = ""
 
     @property
     def settings(self) -> JoinSettings:
@@ -195,7 +197,8 @@ def read_operator(config: Mapping[str, Any], endpoint: str, environ: Mapping[str
         url = base_url(endpoint, OPERATOR_PORT, tls=_wants_tls(values))
     except ValueError as e:
         raise ConfigurationInvalid(f"--rdzv-endpoint: {e}") from e
-    return Configuration((url,), **values)
+    ca = "" if values.get("ca_file") else environ.get(env.CA_CERTIFICATES, "")
+    return Configuration((url,), ca=ca, **values)
 
 
 def _wants_tls(values: dict[str, Any]) -> bool:
@@ -250,7 +253,7 @@ def _unknown(key: str, keys: tuple[str, ...]) -> str:
 
 def operator_calls(settings: Configuration) -> OperatorCalls:
     """The client that the configuration describes. Raises StoreRefused."""
-    return OperatorCalls(settings.urls[0], settings.token_file, settings.ca_file)
+    return OperatorCalls(settings.urls[0], settings.token_file, settings.ca_file, ca=settings.ca)
 
 
 def etcd_gateway(settings: Configuration) -> Gateway:

@@ -27,9 +27,17 @@ from urllib.parse import urlsplit
 import urllib3
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, PoolManager
 from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import ConnectTimeoutError, HTTPError, NameResolutionError, NewConnectionError, ReadTimeoutError
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    HTTPError,
+    NameResolutionError,
+    NewConnectionError,
+    ProtocolError,
+    ReadTimeoutError,
+)
 from urllib3.exceptions import SSLError as TransportSSLError
 
+from everstep.contract import env
 from everstep.contract.addresses import host_and_port
 from everstep.contract.messages import is_refusal, words
 from everstep.membership.backends.sockets import PooledClient, brief
@@ -47,6 +55,7 @@ from everstep.torch_private.libraries import OpensItself
 SILENT = 1.5  # seconds in which sent data must be acknowledged; otherwise the connection ends
 ALIVE = 1  # seconds of silence before a keepalive probe; a whole number
 SPACING = 0.1  # seconds between attempts to connect
+HANDSHAKE = 3.0  # seconds for the answers of TLS: a busy operator is connected at once, and answers later
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT * 1000)),
@@ -77,6 +86,8 @@ def open_connection(host: str, port: int, seconds: float) -> socket.socket:
 class _Opening(OpensItself):
     """Overrides how urllib3 opens a connection."""
 
+    answer_seconds = 0.0  # at least so long may the other end take for what follows the connection
+
     def opened(self, host: str) -> socket.socket:
         mine: Any = self
         try:
@@ -87,7 +98,7 @@ class _Opening(OpensItself):
             raise ConnectTimeoutError(mine, f"no connection to {mine.host}:{mine.port}: {e.strerror}") from e
         except OSError as e:
             raise NewConnectionError(mine, f"no connection to {mine.host}:{mine.port}: {e.strerror}") from e
-        made.settimeout(mine.timeout)
+        made.settimeout(max(mine.timeout, self.answer_seconds))
         return made
 
 
@@ -96,7 +107,7 @@ class _Http(_Opening, HTTPConnection):
 
 
 class _Https(_Opening, HTTPSConnection):
-    pass
+    answer_seconds = HANDSHAKE
 
 
 class _HttpPool(HTTPConnectionPool):
@@ -164,14 +175,20 @@ class OperatorCalls(PooledClient):
         ca_file: str = "",
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        ca: str = "",
     ) -> None:
+        """`ca_file`, or its text `ca`: PEM of the authorities by which a server of https:// is verified; without them,
+        those of the system. The leader is reached at its pod's address, and verified under the host name of `url`."""
         self._url, self._token_file, self._limits = url, token_file, limits or Limits()
         self._clock = clock
         self._accepted = False
         self._unauthorized_since: float | None = None  # the first 401 after the last answer
         self._leader: str | None = None
-        context = _context(ca_file) if url.startswith("https:") else None
-        super().__init__(lambda: Pool(num_pools=4, maxsize=4, ssl_context=context))
+        settings: dict[str, Any] = {}
+        if url.startswith("https:"):
+            settings = {"ssl_context": _context(ca_file, ca), "server_hostname": urlsplit(url).hostname}
+        super().__init__(lambda: Pool(num_pools=4, maxsize=4, **settings))
 
     def call(
         self,
@@ -328,11 +345,11 @@ class _Call:
     reply: float
 
 
-def _context(ca_file: str) -> ssl.SSLContext:
+def _context(ca_file: str, ca: str) -> ssl.SSLContext:
     try:
-        return ssl.create_default_context(cafile=ca_file or None)
+        return ssl.create_default_context(cafile=ca_file or None, cadata=ca or None)
     except OSError as e:  # ssl.SSLError is one
-        raise StoreRefused(f"cannot load the certificates ({ca_file}): {e}") from e
+        raise StoreRefused(f"cannot load the certificates ({ca_file or env.CA_CERTIFICATES}): {e}") from e
 
 
 def _error(url: str, reply: Reply) -> Exception:
@@ -349,4 +366,12 @@ def _error(url: str, reply: Reply) -> Exception:
 def _explain(error: Any) -> str:
     if isinstance(error, NameResolutionError):
         return "unknown host: check the endpoint's name"
-    return f"TLS: {brief(error)}" if isinstance(error, TransportSSLError) else brief(error)
+    text = brief(error)
+    if not isinstance(error, TransportSSLError):
+        ended = isinstance(error, ProtocolError)
+        return f"{text}; if that port speaks TLS, write https://" if ended else text
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return f"TLS: {text}: the certificate is judged by `ca_file`, else {env.CA_CERTIFICATES}, else the image's own"
+    if "WRONG_VERSION_NUMBER" in text:
+        return f"TLS: {text}: that port does not speak TLS: write http://, or its port for TLS"
+    return f"TLS: {text}"
