@@ -65,6 +65,24 @@ def test_kill_in_the_last_save_ends_well_in_seconds_with_a_commit_of_the_last_st
     assert commits(tmp_path) == [30]
 
 
+def test_loss_after_the_checkpoints_folder_is_gone_costs_saves_and_no_training(play: Play, tmp_path: Path) -> None:
+    # Case 80, second half. A new world takes the log before its first save.
+    agents = play(Wanted(url=str(tmp_path / "c"), every_steps=20, workers=0, pause=0.01))
+    agents.begin(3)
+    agents.wait(lambda: commits(tmp_path) != [], "no commit")
+    (tmp_path / "c").rename(tmp_path / "away")
+    victim = agents.members[1]
+    agents.kill(victim)
+    agents.announce([p for p in agents.members if p is not victim])
+    trains(agents)
+    agents.wait(lambda: all("this folder was there, and is gone" in agents.log(p) for p in agents.members), "no word")
+    assert all("Training goes on" in agents.log(p) for p in agents.members)
+    trains(agents)
+    (tmp_path / "away").rename(tmp_path / "c")
+    newest = commits(tmp_path)[0]
+    agents.wait(lambda: commits(tmp_path)[0] > newest, "nothing is saved, though the folder is back")
+
+
 def stopped_in_a_save(play: Play, tmp_path: Path) -> tuple[Agents, Hold, Process]:
     """Rank 0 is stopped while the save of step 20 waits for rank 1's part, and the others go on without it."""
     hold = Hold(tmp_path)

@@ -41,7 +41,7 @@ from everstep.checkpoint.state.capture import capture
 from everstep.checkpoint.state.finite import Nonfinite
 from everstep.contract.library_files import line_of_the_script
 from everstep.reporting.stop_signal import Preempted, StopSignal
-from everstep.storage import ObjectStore, RetryableError, StorageError
+from everstep.storage import ObjectStore, RetryableError, StorageError, StoreUnusable
 
 # --- lifetime
 # How long a Checkpointer can be used: in the process that has its thread, until it is closed.
@@ -59,6 +59,10 @@ class Lifetime:
 
     def starts(self) -> None:
         self._process = os.getpid()
+
+    def then(self) -> str:
+        """What follows a save that fails."""
+        return "The commit before stays the newest" if self.closed or self.ends else "Training goes on"
 
     @property
     def is_here(self) -> bool:
@@ -499,14 +503,15 @@ class Checkpointer:
 
     def _ready_again(self, step: int) -> tuple[Writer, Ranks] | SaveFailed:
         """`_ready`, or the error of a save that failed: the same on every rank. After a change of the world the log
-        still has to be taken. If the store does not answer then, this save fails and training goes on."""
+        still has to be taken. If the store does not answer then, or cannot be used, this save fails and training goes
+        on: the state is in the ranks' memory alone, and its end would lose it."""
         try:
             return self._ready(step)
-        except RetryableError as e:
+        except (RetryableError, StoreUnusable) as e:
             if self._owner.round is None:
                 raise
             self._policy.saved(time.monotonic())  # the next one is not due at once
-            logger.warning("step %d was not saved: %s. Training goes on", step, e)
+            logger.warning("step %d was not saved: %s. %s", step, e, self._life.then())
             self._events("save-failed", step=step, error=str(e))
             return SaveFailed(f"step {step} was not saved: {e}")
 
@@ -528,7 +533,7 @@ class Checkpointer:
             )  # fmt: skip
             self._writer = Writer(
                 self._store, self._owner.record, self._peer_timeout, cleaner, self._events,
-                lambda: self._life.closed or self._life.ends,
+                self._life.then,
             )  # fmt: skip
             self._life.starts()
             self._late_metrics.taken(self._writer.later)

@@ -137,8 +137,10 @@ class Owner:
                 check_shared(self._store, own, ranks)
                 self.record, self._begins = own, False
             except (Fenced, Occupied, OwnerUnknown, StoreUnusable) as e:
-                # Each of these ends the process; the event shows the reason beside the exit code.
-                self._events("fenced" if isinstance(e, Fenced) else "unusable", error=e)
+                # Each of these ends the process, but for an unusable store where a world goes on from memory: that
+                # costs a save. The event shows the reason beside the exit code.
+                if restores or self.round is None or not isinstance(e, StoreUnusable):
+                    self._events("fenced" if isinstance(e, Fenced) else "unusable", error=e)
                 raise
             if ranks.rank == 0 and probed is not None:
                 self._sign = Sign(self._store, self.record)

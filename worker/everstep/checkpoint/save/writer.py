@@ -43,18 +43,18 @@ def _ignored(kind: str, **fields: Any) -> None:
 
 
 class Writer:
-    """Writes the saves of one rank, under the open record `own`. `peer_timeout`: seconds. `is_last`: whether no
-    training follows the newest save."""
+    """Writes the saves of one rank, under the open record `own`. `peer_timeout`: seconds. `then`: what follows
+    a save that fails, in words."""
 
     def __init__(
         self, store: ObjectStore, own: OpenRecord, peer_timeout: float, cleaner: Cleaner, events: Events,
-        is_last: Callable[[], bool],
+        then: Callable[[], str],
     ) -> None:  # fmt: skip
         self._store = store
         self._log = CommitLog(store)
         self._own, self._peer_timeout = own, peer_timeout
         self._cleaner = cleaner
-        self._events, self._is_last = events, is_last
+        self._events, self._then = events, then
         self._head = Head(own.n, own, own.commit)
         self._stop = Flag()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -131,8 +131,7 @@ class Writer:
 
     def _warn(self, step: int, error: CheckpointError) -> None:
         """Log a save that failed."""
-        then = "The commit before stays the newest" if self._is_last() else "Training goes on"
-        logger.warning("%s. %s", _not_saved(step, error), then)
+        logger.warning("%s. %s", _not_saved(step, error), self._then())
 
     def later(self, task: Callable[[], object]) -> None:
         """Do a small task on the writer's thread, after the saves in flight. Its errors are logged. It is never
