@@ -90,3 +90,29 @@ def test_process_that_is_ended_so_behind_its_run_has_not(tmp_path: Path) -> None
     done = play(tmp_path, script)
     assert done.returncode == 0, done.stderr
     assert everstep.load(str(tmp_path / "run")).step == 9
+
+
+FORKED = """
+import os, sys, torch, everstep
+import torch.distributed as dist
+weight = torch.zeros(1)
+with everstep.start(sys.argv[1], every_steps=100) as run:
+    run.track(weight=weight)
+    for step in run.steps(until=6):
+        with step:
+            child = os.fork() if step.number == 3 else None  # the child goes on as its parent does
+            if child:
+                print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            one = torch.ones(1)
+            dist.all_reduce(one)
+            weight += one / 2
+"""
+
+
+def test_child_that_a_step_forks_is_refused_in_its_first_collective_and_the_run_is_complete(tmp_path: Path) -> None:
+    """gloo's threads are its parent's: it would wait for ever, and its parent for it."""
+    done = play(tmp_path, FORKED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("child 1") == 2, done.stdout
+    assert "allreduce in a process that the script has forked (os.fork): the group is its parent's" in done.stderr
+    assert everstep.load(str(tmp_path / "run")).state["weight"].item() == 6

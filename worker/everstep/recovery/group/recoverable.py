@@ -14,6 +14,7 @@ then hold garbage, but no optimizer uses it, because the round is over. UNPROVEN
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from everstep.contract.calls import Call, Page
+from everstep.recovery.errors import LoopError
 from everstep.recovery.group.in_flight import CollectiveWork, CombinedWork, InFlightCollectives, PeerLost, WaitingTime
 from everstep.recovery.group.script_location import ScriptLocation
 from everstep.torch_private.groups import allgather_options
@@ -62,6 +64,7 @@ class RecoverableGroup(dist.ProcessGroup):
         self.stands_in: Callable[[str], bool] | None = None
         self.on_rank: Callable[[], None] | None = None  # called when this member's rank is asked for
         self._rank, self._size = 0, 1
+        self._process = os.getpid()
         self._name = ""
         self.knows_place = False  # whether rank and size are final, although the first round has not begun
 
@@ -151,6 +154,11 @@ class RecoverableGroup(dist.ProcessGroup):
     def _run(self, name: str, value: Any, same: Sequence[Any], *arguments: Any) -> Any:
         """Begin a collective. `same`: the tensors whose shapes must be equal on all members. The last argument is the
         options."""
+        if os.getpid() != self._process:  # gloo's threads are its parent's, so it would wait for ever
+            raise LoopError(
+                f"{name} in a process that the script has forked (os.fork): the group is its parent's. End that "
+                "process behind its work: os._exit(0)"
+            )
         if self._scope is not None and not self._scope.free:
             self._scope.collective(name)
         if self.on_begin is not None:
