@@ -33,9 +33,14 @@ def test_member_whose_state_is_torn_gives_it_to_nobody() -> None:
     assert agree(told) == Agreement(8, 1, (0,))
 
 
-def test_member_with_other_parameters_at_the_same_step_is_named_and_takes_the_lowest_ranks() -> None:
+def test_member_with_other_parameters_at_the_same_step_is_named_and_takes_that_of_the_most() -> None:
     told = [MemberState(8, Validity.WHOLE, 2), MemberState(8, Validity.WHOLE, 3), MemberState(8, Validity.WHOLE, 2)]
     assert agree(told) == Agreement(8, 0, (1,), diverged=(1,))
+
+
+def test_of_members_at_the_same_step_the_state_that_most_hold_wins_over_the_lowest_rank() -> None:
+    told = [MemberState(8, Validity.WHOLE, 3), MemberState(8, Validity.WHOLE, 2), MemberState(8, Validity.WHOLE, 2)]
+    assert agree(told) == Agreement(8, 1, (0,), diverged=(0,))
 
 
 def test_new_processes_alone_have_no_holder() -> None:

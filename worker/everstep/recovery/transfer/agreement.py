@@ -5,6 +5,7 @@ Invariant: afterwards all members hold the same state, the newest that any of th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,14 +37,15 @@ class NoState(RuntimeError):
 
 
 def agree(states: Sequence[MemberState]) -> Agreement:
-    """The agreement of members given by rank. The most steps win, then the better validity, then the lowest rank.
-    Raises `NoState`."""
-    usable = [(s.step, s.validity, -rank) for rank, s in enumerate(states) if s.validity > Validity.NONE]
+    """The agreement of members given by rank. The most steps win, then the better validity, then the state that most
+    members hold, then the lowest rank. Raises `NoState`."""
+    alike = Counter(states)
+    usable = [(s.step, s.validity, alike[s], -rank) for rank, s in enumerate(states) if s.validity > Validity.NONE]
     if not usable:
         if any(s.validity is Validity.TORN for s in states):
             raise NoState("every member lost its peers in the middle of what a step changes: no whole state is left")
         return Agreement(0, None, ())
-    step, validity, negative = max(usable)
+    step, validity, _, negative = max(usable)
     holder = -negative
     best = states[holder]
     receivers = tuple(r for r, s in enumerate(states) if s != best)
