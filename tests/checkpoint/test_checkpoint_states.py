@@ -255,7 +255,7 @@ def _ties_without_strides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ties_without_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "place", lambda tensor: (tensor.untyped_storage().data_ptr(),))
+    monkeypatch.setattr(tree, "memory_of", lambda tensor: (tensor.untyped_storage().data_ptr(),))
 
 
 def _lists_for_tuples(monkeypatch: pytest.MonkeyPatch) -> None:

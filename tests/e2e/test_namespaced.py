@@ -19,7 +19,8 @@ from testcluster.handle import Cluster
 
 pytestmark = [pytest.mark.kind, pytest.mark.alone]
 
-_, VALUES = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs/how-to-install.md").read_text(), re.DOTALL | re.MULTILINE)
+PAGE = (ROOT / "docs/how-to-install.md").read_text().partition("## In some namespaces")[2].partition("\n## ")[0]
+_, VALUES = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture

@@ -541,3 +541,19 @@ def test_no_network_policy_for_pods_with_their_nodes_network_or_where_none_is_wa
     assert policy_of(template, wanted=False) is None
     template["spec"]["hostNetwork"] = True
     assert policy_of(template) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "policy"),
+    [
+        ({}, None),
+        ({"hostNetwork": False}, None),
+        ({"hostNetwork": True}, "ClusterFirstWithHostNet"),
+        ({"hostNetwork": True, "dnsPolicy": "None", "dnsConfig": {"nameservers": ["10.0.0.1"]}}, "None"),
+    ],
+)
+def test_worker_with_its_nodes_network_finds_the_clusters_services(fields: dict[str, Any], policy: str | None) -> None:
+    template = copy.deepcopy(TEMPLATE)
+    template["spec"] |= fields
+    body = pods.agent_pod(job(template, rendezvous={"backend": "everstep"}), 0, 0, SETTINGS)
+    assert body["spec"].get("dnsPolicy") == policy

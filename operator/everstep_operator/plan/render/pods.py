@@ -111,6 +111,9 @@ def _pod(
         spec["automountServiceAccountToken"] = False  # training needs no right of the namespace's account `default`
     if not _says_where(spec):
         spec["topologySpreadConstraints"] = [_spread(job)]
+    if spec.get("hostNetwork"):
+        # Kubernetes' default becomes the node's own resolver then, which knows no Service, so not the operator either.
+        spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
     # A restarted container would join a round that the operator has given up.
     spec["restartPolicy"] = "Never"
     spec["hostname"] = name
