@@ -28,7 +28,8 @@ class Stage:
         self.ahead = 0.0  # of the operator's clock
 
     async def create(self) -> PodIdentity:
-        body = {"metadata": {"name": "w0"}, "spec": {"containers": [{"name": "worker", "image": "train"}]}}
+        spec = {"nodeName": "n1", "containers": [{"name": "worker", "image": "train"}]}
+        body = {"metadata": {"name": "w0"}, "spec": spec}
         made = await self.client.create(PODS, "default", body)
         return PodIdentity("default", "w0", made.metadata.uid)
 
@@ -61,6 +62,19 @@ async def test_token_is_refused_when_it_is_over_by_more_than_a_clock_may_be_wron
     assert await stage.identify(token) is None
     stage.ahead = 0.0
     assert await stage.identify(CLUSTER.token(who, exp=None)) is None, "a token that says no end has none to be judged"
+
+
+async def test_token_of_a_pod_that_stops_is_good_for_its_grace_period_and_an_hour() -> None:
+    stage = Stage()
+    who = await stage.create()
+    token = CLUSTER.token(who, exp=time.time() + 10 * HOUR)
+    await stage.client.delete(PODS, "default", "w0", grace_seconds=600)
+    assert (await stage.client.get(PODS, "default", "w0")).metadata.deletion_timestamp is not None
+    for still_good in (0.0, 540.0, 600 + LEEWAY - 60):
+        stage.ahead = still_good
+        assert await stage.identify(token) == who, "it saves, and our clock may be ahead"
+    stage.ahead = 600 + LEEWAY + 60
+    assert await stage.identify(token) is None, "its node is lost, or a finalizer keeps it"
 
 
 async def test_forged_token_is_refused_and_its_pod_is_not_looked_up() -> None:

@@ -1,9 +1,9 @@
 """The pod of a bearer token where the operator may ask for no TokenReview, which no Role can grant.
 
 Three facts stand in for the review: the cluster has signed the token, it has not expired, and the API server shows a
-pod with its UID, which is in a namespace whose jobs are run. What only a review knows is lost: whether the service
-account was deleted, or its tokens were revoked, while the pod lives. Invariant: a token of which one of the three is
-not known is not accepted.
+pod with its UID, which is in a namespace whose jobs are run, and whose grace period is not long over. What only a
+review knows is lost: whether the service account was deleted, or its tokens were revoked, while the pod lives.
+Invariant: a token of which one of the three is not known is not accepted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class NotWatched(RetryableError):
 
 
 # By the operator's own clock, which may be wrong. The kubelet renews a token ten minutes before its hour is over, so a
-# clock that is an hour ahead refuses no worker; and a stolen token is of use for an hour longer.
+# clock that is an hour ahead refuses no worker; and a stolen token is of use for an hour longer. The same holds for the
+# end of a deleted pod's grace period: a clock that is some minutes ahead must not refuse a worker that is still saving.
 LEEWAY = 3600.0
 
 
@@ -45,6 +46,12 @@ def authenticator(
         try:
             living = await client.get(PODS, pod.namespace, pod.pod_name)
         except NotFound:
+            return None
+        # A worker that was asked to stop still saves and leaves, so its token is good until the grace period is over. A
+        # review then accepts it for 60 s more, by the API server's clock. The pod may stay long after that: its node is
+        # lost, or it has a finalizer.
+        grace_ends = living.metadata.deletion_timestamp
+        if grace_ends is not None and now() > grace_ends.timestamp() + LEEWAY:
             return None
         return pod if living.metadata.uid == pod.pod_uid else None
 
