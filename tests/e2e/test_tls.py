@@ -53,7 +53,7 @@ def test_job_trains_on_while_tls_is_switched_on_and_workers_of_both_kinds_train_
         second.until_recovered()
         second.until_complete()
         assert set(schemes(second)) == {"https"}
+        job.until_complete(seconds=420)
+        job.expect_undisturbed()
     finally:
-        install(job.cluster)
-    job.until_complete(seconds=420)
-    job.expect_undisturbed()
+        install(job.cluster)  # without TLS: a worker that has its address could not reach the operator any more
