@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from everstep.agent.processes import stores
 from everstep.agent.processes.client import ForkServer
@@ -149,6 +150,20 @@ async def test_stores_that_are_opened_round_after_round_leave_no_descriptor_behi
             del reader
     finally:
         await control_socket.close()
+
+
+def test_whoever_reaches_a_rounds_store_finds_and_changes_keys_below_a_secret_prefix() -> None:
+    """Why a job's NetworkPolicy is the border, and no secret of the round: ADR 0073. If torch's store ever refuses
+    this, look at that decision again."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    members = PrefixStore("8f1c-a-secret-of-the-round", stores._host(listener.detach()))
+    members.set("link/0", "10.0.0.1 4000")
+    stranger = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    (key,) = stranger.list_keys()
+    assert key.endswith("/link/0")
+    stranger.set(key, "10.6.6.6 4000")
+    assert members.get("link/0") == b"10.6.6.6 4000"
 
 
 def test_descriptor_that_is_no_socket_is_refused_and_not_copied() -> None:
