@@ -68,6 +68,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "case_03_unknown_field_of_rule": (_rules({**RULE, "delay": 3}), "spec.recovery.rules[0].delay"),
     "case_03_unknown_backend": ({"rendezvous.backend": "mpi"}, "spec.rendezvous.backend"),
     "case_03_unknown_cleanup": ({"podCleanup": "Some"}, "spec.podCleanup"),
+    "case_03_unknown_success_policy": ({"successPolicy": "Chief"}, "spec.successPolicy"),
+    "case_03_worker_0_decides_beside_spares": (
+        {"successPolicy": "Worker0", "elastic": {**ELASTIC, "spares": 1}},
+        "spec.successPolicy",
+    ),
     "case_03_unknown_hang_mode": ({"recovery.hang.mode": "Maybe"}, "spec.recovery.hang.mode"),
     "case_03_bare_off_in_yaml_is_a_boolean": ({"recovery.hang.mode": False}, "spec.recovery.hang.mode"),
     "case_03_unknown_action": (_rules({**RULE, "action": "Retry"}), "spec.recovery.rules[0].action"),

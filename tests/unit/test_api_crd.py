@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 DESIGNED_SPEC = {
     *("replicas", "elastic", "processesPerReplica", "rendezvous", "checkpoint", "recovery", "suspend", "rerun"),
     "managedBy",
-    *("activeDeadlineSeconds", "ttlSecondsAfterFinished", "podCleanup", "podDisruptionBudget", "template"),
+    *("activeDeadlineSeconds", "ttlSecondsAfterFinished", "successPolicy", "podCleanup"),
+    *("podDisruptionBudget", "template"),
 }
 DESIGNED_STATUS = {
     *("observedGeneration", "replicas", "readyReplicas", "selector", "world", "progress", "checkpoint", "restarts"),

@@ -150,6 +150,11 @@ def test_nulls_are_absent_fields_but_stay_in_the_template() -> None:
             },
             "spec.elastic.spares",
         ),
+        (
+            {"successPolicy": "Worker0", "elastic": {"minReplicas": 1, "maxReplicas": 4, "spares": 1}},
+            "spec.successPolicy",
+        ),
+        ({"successPolicy": "Chief"}, "spec.successPolicy"),
         ({"elastic": {"minReplicas": 1, "maxReplicas": 4096, "spares": 1}}, "spec.elastic.spares"),
         ({"elastic": {"minReplicas": 1, "maxReplicas": 4, "spares": -1}}, "spec.elastic.spares"),
         (elastic(sizes=[4]), "spec.replicas"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from everstep_local.plan.simulation import agents as elastic_world
@@ -150,6 +150,40 @@ def test_job_whose_published_workers_have_all_succeeded_is_complete_without_new_
     ending.act()
     assert ending.is_complete(), world.status.condition("Ready")
     assert not ending.made
+
+
+@pytest.mark.parametrize("backend", ["everstep", "etcd", "c10d"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(before=st.lists(late, max_size=6), after=st.lists(late, max_size=8), restarted=st.booleans())
+def test_job_whose_worker_0_decides_and_succeeds_is_complete_and_ends_the_others(
+    backend: str, before: list[tuple[Any, ...]], after: list[tuple[Any, ...]], restarted: bool
+) -> None:
+    world: Any = plan_world.World() if backend == "c10d" else elastic_world.ElasticWorld()
+    if backend == "etcd":
+        world.do_etcd()
+    ending = Ending(world)
+    world.do_job("successPolicy=Worker0", "podCleanup=None")
+    for name, *args in before:
+        ending.do(name, *args)
+    first = world.pods.get(world.current(0))
+    assume(first is not None and not first.finished and not first.stop_was_requested)
+    others = [i for i in range(1, WORKERS) if (pod := world.pods.get(world.current(i))) and not pod.succeeded]
+    assume(others and not ending.is_complete())
+    world.do_succeed("0")
+    for worker in others[1:]:
+        ending.to_pod("fail", worker)
+    if restarted and backend == "everstep":
+        world.do_operator_restart()
+    charged = world.status.restarts.total
+    ending.made.clear()
+    ending.act()
+    assert ending.is_complete(), world.status.condition("Ready")
+    for name, *args in after:
+        ending.do(name, *args)
+    ending.act(PASSES)
+    assert ending.is_complete()
+    assert (ending.made, world.status.restarts.total) == ([], charged)
+    assert all(pod.finished or pod.deleted_at is not None for pod in world.pods.values())
 
 
 @pytest.mark.parametrize("backend", ["everstep", "etcd", "c10d"])

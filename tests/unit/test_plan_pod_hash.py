@@ -66,6 +66,7 @@ SAME: dict[str, Callable[[dict[str, Any]], Any]] = {
     "recovery": lambda s: s.update(recovery={"maxRestarts": 1, "hang": {"mode": "Off"}}),
     "suspended": lambda s: s.update(suspend=True),
     "ends": lambda s: s.update(activeDeadlineSeconds=9, ttlSecondsAfterFinished=9, podCleanup="All"),
+    "worker_0_decides": lambda s: s.update(successPolicy="Worker0"),
     "default_written_out": lambda s: s.update(
         rendezvous={"backend": "everstep", "joinTimeoutSeconds": 600}, processesPerReplica=1
     ),

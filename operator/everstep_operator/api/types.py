@@ -43,6 +43,13 @@ class PodCleanup(StrEnum):
     NONE = "None"
 
 
+class SuccessPolicy(StrEnum):
+    """The workers that have to succeed before the job is complete."""
+
+    ALL_WORKERS = "AllWorkers"
+    WORKER_0 = "Worker0"
+
+
 class SecretRef(ApiModel):
     """A Secret in the job's namespace."""
 
@@ -272,6 +279,12 @@ class TrainingJobSpec(ApiModel):
         ]
         | None
     ) = Field(default=None, description="Another controller (domain/name) that acts on this job instead. Immutable.")
+    success_policy: SuccessPolicy = Field(
+        default=SuccessPolicy.ALL_WORKERS,
+        description="The workers that have to succeed before the job is complete. AllWorkers: all of the world. "
+        "Worker0: the one of index 0, as soon as its container has ended with exit code 0; the others are then asked "
+        "to end, with the grace period of the template, whatever podCleanup is. For processes with roles.",
+    )
     pod_cleanup: PodCleanup = Field(
         default=PodCleanup.RUNNING,
         description="Pods that a finished job deletes: those still running, all, or none. A pod in which only "
@@ -322,6 +335,12 @@ class TrainingJobSpec(ApiModel):
             message=f"spec.elastic.maxReplicas and spares must not be more than {MAX_REPLICAS} workers together",
             field=".elastic.spares",
             holds=lambda s: s.elastic is None or s.elastic.max_replicas + s.elastic.spares <= MAX_REPLICAS,
+        ),
+        Check(
+            cel="self.successPolicy != 'Worker0' || !has(self.elastic) || self.elastic.spares == 0",
+            message="spec.successPolicy Worker0 needs spec.elastic.spares: 0; a spare may have taken worker 0's place",
+            field=".successPolicy",
+            holds=lambda s: s.success_policy != SuccessPolicy.WORKER_0 or s.elastic is None or s.elastic.spares == 0,
         ),
         Check(
             cel="self.recovery.hang.mode != 'Fixed' || self.rendezvous.backend != 'c10d'",

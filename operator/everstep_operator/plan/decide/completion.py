@@ -1,5 +1,5 @@
-"""Decides that a job has ended: all workers have succeeded, or its time is over. No worker is added when training
-ends."""
+"""Decides that a job has ended: all workers have succeeded, or those that `spec.successPolicy` names, or its time is
+over. No worker is added when training ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from datetime import datetime
 from everstep_operator import object_names
 from everstep_operator.api.conditions import Cause, ConditionType, FailedReason
 from everstep_operator.api.status import Status
+from everstep_operator.api.types import SuccessPolicy
 from everstep_operator.plan import times
 from everstep_operator.plan.decide.decision import Complete, Failed, Keep
 from everstep_operator.plan.snapshot import Snapshot
@@ -51,7 +52,18 @@ def ends(facts: Facts) -> bool:
 
 def when_all_succeeded(facts: Facts) -> Complete | None:
     workers = _completed(facts)
-    return None if workers is None else Complete(workers)
+    if workers is None:
+        return None
+    return Complete(f"all {workers} workers succeeded" if workers != 1 else "the worker succeeded")
+
+
+def when_worker_0_succeeded(facts: Facts) -> Complete | None:
+    """The job's success, if its policy asks for that of worker 0 only. The end of its container is what counts, and no
+    word of its agent: a wrapper around the launcher may have work left. So this also holds for an operator that has not
+    read the round yet."""
+    if facts.job.spec.success_policy is not SuccessPolicy.WORKER_0 or 0 not in facts.succeeded:
+        return None
+    return Complete("worker 0 succeeded (spec.successPolicy: Worker0)")
 
 
 def _completed(facts: Facts) -> int | None:

@@ -15,9 +15,9 @@ from everstep_operator.plan.state.roster import Roster
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """The job has succeeded: this many workers did."""
+    """The job has succeeded. `message` says which of its workers did."""
 
-    workers: int
+    message: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from everstep_operator.plan.state.facts import Facts
 
 POLICIES: tuple[Callable[[Facts], Decision | None], ...] = (
     completion.when_all_succeeded,
+    completion.when_worker_0_succeeded,
     suspend.when_suspended,
     start.when_nothing_is_wanted_yet,
     completion.when_overdue,

@@ -41,8 +41,8 @@ from everstep_operator.plan.state.suspects import Accusation
 
 def render_plan(facts: Facts, decision: Decision) -> Plan:
     match decision:
-        case Complete(workers):
-            return finished_job.complete(facts.snapshot, workers)
+        case Complete(message):
+            return finished_job.complete(facts.snapshot, message)
         case Failed():
             return finished_job.fail(facts.snapshot, decision)
         case Publish():

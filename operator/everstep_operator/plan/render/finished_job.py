@@ -8,7 +8,7 @@ from everstep_operator import object_names
 from everstep_operator.api.conditions import ConditionType, ReadyReason
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Failure, Status
-from everstep_operator.api.types import PodCleanup
+from everstep_operator.api.types import PodCleanup, SuccessPolicy
 from everstep_operator.plan import times
 from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService
 from everstep_operator.plan.decide.decision import Failed
@@ -18,13 +18,13 @@ from everstep_operator.plan.render.job_status import Verdict
 from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
 from everstep_operator.plan.stages import Stage, StageName, staged
 
-# A finished job's process has nothing left to save. The kubelet still gets the time to stop it in order.
+# A finished job's process has nothing left to save, unless it served worker 0. The kubelet still gets the time to stop
+# it in order.
 FINISH_GRACE_SECONDS = 5
 
 
-def complete(snapshot: Snapshot, size: int) -> Plan:
-    """The job is complete: all `size` workers of the world succeeded."""
-    message = f"all {size} workers succeeded" if size != 1 else "the worker succeeded"
+def complete(snapshot: Snapshot, message: str) -> Plan:
+    """The job is complete. `message` says which of its workers succeeded."""
     done = job_status.render(
         snapshot,
         Verdict(ReadyReason.COMPLETE, message),
@@ -34,7 +34,8 @@ def complete(snapshot: Snapshot, size: int) -> Plan:
         finished_at=snapshot.now,
     )
     event = Event(EventReason.JOB_COMPLETED, message)
-    return Plan(done, clean_up(snapshot), (event,), _side_cars_may_end(snapshot), publish=True, reason=message)
+    stages = clean_up(snapshot, is_complete=True)
+    return Plan(done, stages, (event,), _side_cars_may_end(snapshot), publish=True, reason=message)
 
 
 def fail(snapshot: Snapshot, failed: Failed) -> Plan:
@@ -66,7 +67,7 @@ def fail(snapshot: Snapshot, failed: Failed) -> Plan:
     event = Event(failed.event, failed.message if str(failed.reason) == str(failed.event) else message)
     return Plan(
         ended,
-        clean_up(snapshot),
+        clean_up(snapshot, is_complete=False),
         (event,),
         _side_cars_may_end(snapshot),
         lost=None if loss is None else LostWorker(loss.cause, loss.node),
@@ -75,12 +76,14 @@ def fail(snapshot: Snapshot, failed: Failed) -> Plan:
     )
 
 
-def clean_up(snapshot: Snapshot) -> tuple[Stage, ...]:
-    """Delete the pods of a finished job that `podCleanup` names, and pods in which only side-cars run."""
-    return staged({StageName.CLEAN: _clean_up_actions(snapshot)})
+def clean_up(snapshot: Snapshot, *, is_complete: bool) -> tuple[Stage, ...]:
+    """Delete the pods of a finished job that `podCleanup` names, and pods in which only side-cars run. Where worker 0
+    decides, the others of a complete job may wait for it for ever, so they end even if `podCleanup` names none."""
+    ends_others = is_complete and snapshot.job.spec.success_policy is SuccessPolicy.WORKER_0
+    return staged({StageName.CLEAN: _clean_up_actions(snapshot, ends_others)})
 
 
-def _clean_up_actions(snapshot: Snapshot) -> tuple[Action, ...]:
+def _clean_up_actions(snapshot: Snapshot, ends_others: bool) -> tuple[Action, ...]:
     policy = snapshot.job.spec.pod_cleanup
     actions: list[Action] = []
     for pod in snapshot.pods:
@@ -89,6 +92,9 @@ def _clean_up_actions(snapshot: Snapshot) -> tuple[Action, ...]:
         if policy is not PodCleanup.ALL and pod.finished:
             if _side_cars_end_by(snapshot, pod) <= snapshot.now:
                 actions.append(_delete(pod, "the job is finished, and only side-cars still run"))
+        elif ends_others and not pod.finished:
+            grace = pods.grace_seconds(snapshot.job)
+            actions.append(_delete(pod, "worker 0 succeeded, which completes the job", grace))
         elif policy is not PodCleanup.NONE:
             actions.append(_delete(pod, f"the job is finished, podCleanup {policy}"))
     if policy is not PodCleanup.NONE and snapshot.service_uid is not None:
@@ -134,7 +140,8 @@ def after_finish(snapshot: Snapshot) -> Plan:
         left = Requeue(due - snapshot.now, "time to live")
         requeue = requeue if requeue is not None and requeue.after < left.after else left
         reason = "finished; waits for its time to live"
-    return Plan(status_, clean_up(snapshot), events, requeue, reason=reason)
+    stages = clean_up(snapshot, is_complete=job.status.holds(ConditionType.COMPLETE))
+    return Plan(status_, stages, events, requeue, reason=reason)
 
 
 def _after_edit(job: JobView) -> tuple[Status, tuple[Event, ...]]:
@@ -153,5 +160,5 @@ def _after_edit(job: JobView) -> tuple[Status, tuple[Event, ...]]:
     return made, (Event(EventReason.EDIT_WITHOUT_EFFECT, text),)
 
 
-def _delete(pod: WorkerPod, why: str) -> DeletePod:
-    return DeletePod(pod.name, pod.uid, FINISH_GRACE_SECONDS, why)
+def _delete(pod: WorkerPod, why: str, grace: int = FINISH_GRACE_SECONDS) -> DeletePod:
+    return DeletePod(pod.name, pod.uid, grace, why)
