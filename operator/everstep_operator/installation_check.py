@@ -70,7 +70,8 @@ async def answers(url: str, ca_file: Path | None = None) -> str:
             problem = f"status {response.status}"
     except (aiohttp.ClientError, TimeoutError) as e:
         problem = str(e) or f"no answer in {ANSWER:g} s"
-    raise CheckError(f"workers do not reach the operator at {url}: {problem}; look at the Service and NetworkPolicies")
+    where = "the Secret that tls.secretName means" if "CERTIFICATE" in problem else "the Service and NetworkPolicies"
+    raise CheckError(f"workers do not reach the operator at {url}: {problem}; look at {where}")
 
 
 async def check(
@@ -114,7 +115,8 @@ def main() -> int:
             sys.stdout.write("FAILED this runs in a pod of the chart: `helm test RELEASE -n NAMESPACE --logs`\n")
             return 2
         ca_file = Path(os.environ.get("EVERSTEP_TLS_DIR", ""), "ca.crt")  # none: an authority that the image knows
-        return 0 if asyncio.run(_in_pod(source, ca_file if ca_file.is_file() else None)) else 1
+        has_authority = ca_file.is_file() and ca_file.stat().st_size > 0
+        return 0 if asyncio.run(_in_pod(source, ca_file if has_authority else None)) else 1
     except CredentialsError as e:
         sys.stdout.write(f"FAILED {e}\n")
         return 1

@@ -60,6 +60,17 @@ def test_authority_of_somebody_else_is_mounted_and_none_is_made(helm: Any) -> No
     assert [port["port"] for port in policy["ports"]] == ["http", "https"]
 
 
+def test_name_of_the_charts_own_secret_is_refused_and_one_of_digits_is_a_text(helm: Any) -> None:
+    refused = helm("template", "everstep", "--set", "tls.secretName=everstep-authority", expect_failure=True).stderr
+    assert "tls.secretName: everstep-authority is the chart's own" in refused
+    (volume,) = [
+        each
+        for each in pod_spec(rendered(helm, *ON, "--set-string", "tls.secretName=123"))["volumes"]
+        if "secret" in each
+    ]
+    assert volume["secret"]["secretName"] == "123"
+
+
 def test_pod_of_helm_test_has_no_key(helm: Any) -> None:
     spec = rendered(helm, *ON)["Pod", "everstep-test"]["spec"]
     (volume,) = spec["volumes"]
@@ -84,6 +95,10 @@ async def test_upgrade_keeps_the_authority_that_running_workers_know(crd: Any, h
     first = authority()
     assert set(first) == {"ca.crt", "ca.key"}
     helm("upgrade", "everstep", *flags, *ON, "--set", "logLevel=debug")
+    assert authority() == first
+    helm("upgrade", "everstep", *flags)
+    assert authority() == first, "it is there for who switches TLS on again"
+    helm("upgrade", "everstep", *flags, *ON)
     assert authority() == first
     crd.kubectl("delete", "secret", "everstep-authority", "-n", namespace)
     helm("upgrade", "everstep", *flags, *ON)

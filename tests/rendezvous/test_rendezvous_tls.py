@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import http.client
+import ssl
+from asyncio.sslproto import SSLProtocol
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,10 +17,19 @@ from everstep.contract import env
 from everstep.contract.document import MAX_BYTES, Sizes
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.contract.rounds import DOCUMENT_PATH
-from everstep.membership.backends.configuration import operator_calls, read_operator
+from everstep.membership.backends.configuration import (
+    ConfigurationInvalid,
+    operator_calls,
+    read,
+    read_operator,
+)
 from everstep.membership.errors import StoreUnavailable
 from everstep.membership.world_state import Whole
 from everstep.reporting.report import PostError, Reporter, post
+from everstep_operator.endpoint.certificates import Certificates
+from everstep_operator.endpoint.server import HttpServer, ServerOptions, add_alive
+from everstep_operator.endpoint.tls_connections import BUFFER
+from everstep_operator.runtime.clock import SystemClock
 from support.network.ports import Ports
 from support.operator.authorities import Authority, put
 from support.rendezvous.agents import EXPIRING, Crew, until
@@ -144,6 +157,54 @@ def test_calls_without_tls_are_taken_until_a_value_ends_that(place: Place) -> No
     assert connection.getresponse().status == 200
     connection.close()
     assert looks(place.server.calls(pod, strict.tls_url, ca=place.authority.pem.decode())) == 204
+
+
+def test_address_without_tls_is_refused_where_tls_is_asked_for(place: Place) -> None:
+    environ = {env.REPORT_URL: f"http://everstep.svc{REPORT_PATH}", env.TOKEN_FILE: "/token"}
+    assert read_operator({}, "", environ).urls == ("http://everstep.svc:80",)
+    for config in ({"ca_file": "/ca.pem"}, {"protocol": "https"}):
+        with pytest.raises(
+            ConfigurationInvalid, match=r"http://everstep.svc:80 is not encrypted, and ca_file, protocol"
+        ):
+            read_operator(config, "", environ)
+    trusted = {**environ, env.CA_CERTIFICATES: place.authority.pem.decode()}
+    assert read_operator({}, "operator:8443", trusted).urls == ("https://operator:8443",)
+    with pytest.raises(ConfigurationInvalid, match="http://b:2379 is not encrypted"):
+        read({"user": "root", "password_file": "/password"}, "https://a:2379,http://b:2379")
+
+
+async def test_handshakes_that_fail_and_connections_that_wait_keep_little(place: Place) -> None:
+    """Collections are rare in the operator: a cycle that each failure left grew without a bound that counts."""
+    chain, key = place.authority.issue("localhost")
+    put(place.folder, tls_crt=chain, tls_key=key)
+    found = Certificates(str(place.folder), "localhost", SystemClock(), lambda _ca, _ends: None)
+    gc.collect()
+    gc.disable()
+    try:
+        async with HttpServer([add_alive], ServerOptions("127.0.0.1", 0, tls=found.context)) as server:
+            for _ in range(20):
+                with pytest.raises(ssl.SSLError):
+                    await asyncio.open_connection(
+                        "127.0.0.1", server.port, ssl=ssl.create_default_context(), server_hostname="localhost"
+                    )
+                _, writer = await asyncio.open_connection("127.0.0.1", server.port)  # as a check of the port does
+                writer.close()
+            async with asyncio.timeout(20):
+                while (left := kept()) > 0:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            assert left == 0
+            trust = ssl.create_default_context(cadata=place.authority.pem.decode())
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=trust, server_hostname="localhost")
+            buffers = {len(vars(each)["_ssl_buffer"]) for each in gc.get_objects() if type(each) is SSLProtocol}
+            assert buffers == {BUFFER}
+            writer.close()
+    finally:
+        gc.enable()
+
+
+def kept() -> int:
+    """Protocols of the server's side; those of the clients here have failed too."""
+    return sum(type(each) is SSLProtocol and each._server_side for each in gc.get_objects())
 
 
 def test_port_of_the_other_kind_is_named(place: Place) -> None:

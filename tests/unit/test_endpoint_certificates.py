@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import tempfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def unusable(kind: str) -> tuple[dict[str, bytes], str]:
     authority, other = Authority(), Authority()
     chain, key = authority.issue(HOST)
     whole = {"tls_crt": chain, "tls_key": key, "ca_crt": authority.pem}
-    ended = authority.issue(HOST, ends=datetime.now(UTC) - DAY)
+    later, between = datetime.now(UTC) + DAY, Authority("between", by=authority).issue(HOST)
     elsewhere = authority.issue("operator.example.com", "localhost")
     return {
         "empty": ({}, "has neither tls.crt and tls.key, nor ca.crt and ca.key: is it the Secret that tls.secretName"),
@@ -126,7 +127,15 @@ def unusable(kind: str) -> tuple[dict[str, bytes], str]:
         ),
         "no PEM": ({**whole, "tls_crt": b"certificate"}, r"tls\.crt is no certificate in PEM"),
         "no CA": ({**whole, "ca_crt": b"authority"}, r"ca\.crt is no certificate in PEM"),
-        "ended": ({**whole, "tls_crt": ended[0], "tls_key": ended[1]}, "has ended at .*: renew it"),
+        "not begun": (
+            {**whole, **dict(zip(("tls_crt", "tls_key"), authority.issue(HOST, begins=later), strict=True))},
+            "begins only at",
+        ),
+        "of another authority": ({**whole, "ca_crt": other.pem}, "who trusts ca.crt does not accept it"),
+        "without its intermediate": (
+            {"tls_crt": between[0], "tls_key": between[1], "ca_crt": authority.pem},
+            "An intermediate authority belongs into tls.crt, behind the certificate; its root into ca.crt",
+        ),
         "another host": (
             {**whole, "tls_crt": elsewhere[0], "tls_key": elsewhere[1]},
             f"is for operator.example.com, localhost, and workers reach the operator as {HOST}: add that",
@@ -144,8 +153,8 @@ def unusable(kind: str) -> tuple[dict[str, bytes], str]:
 
 
 KINDS = (
-    "empty", "no key", "another key", "encrypted key", "no PEM", "no CA", "ended", "another host", "no host",
-    "another authority's key", "too large",
+    "empty", "no key", "another key", "encrypted key", "no PEM", "no CA", "not begun", "of another authority",
+    "without its intermediate", "another host", "no host", "another authority's key", "too large",
 )  # fmt: skip
 
 
@@ -154,3 +163,87 @@ def test_folder_without_a_certificate_for_the_operator_is_refused_by_file(kind: 
     files, refusal = unusable(kind)
     with pytest.raises(CertificateUnusable, match=refusal):
         certificates(put(tmp_path / "secret", **files))
+
+
+KEY_TYPES = ("ec", "rsa", "ed25519")
+
+
+@pytest.mark.parametrize("before", KEY_TYPES)
+@pytest.mark.parametrize("after", KEY_TYPES)
+async def test_renewed_certificate_is_served_whatever_type_its_key_has(before: str, after: str, tmp_path: Path) -> None:
+    """OpenSSL keeps one certificate for each type of key, and chooses among them."""
+    authority = Authority()
+    chain, key = authority.issue(HOST, kind=before)
+    found = certificates(put(tmp_path, tls_crt=chain, tls_key=key, ca_crt=authority.pem))
+    first = await served(found, authority.pem)
+    chain, key = authority.issue(HOST, kind=after)
+    put(tmp_path, tls_crt=chain, tls_key=key)
+    found.refresh()
+    assert await served(found, authority.pem) != first
+
+
+@pytest.mark.parametrize("kind", KEY_TYPES)
+async def test_authority_may_have_a_key_of_each_type_and_be_an_intermediate_one(kind: str, tmp_path: Path) -> None:
+    authority = Authority(kind=kind)
+    own = put(tmp_path / "own", ca_crt=authority.pem, ca_key=authority.key_pem)
+    assert await served(certificates(own), authority.pem)
+    between = Authority("between", by=authority)
+    chain, key = between.issue(HOST)
+    whole = put(tmp_path / "whole", tls_crt=chain + between.pem, tls_key=key, ca_crt=authority.pem)
+    assert await served(certificates(whole), authority.pem)
+
+
+async def test_ended_certificate_keeps_no_operator_from_starting_and_replaces_no_good_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority, told = Authority(), Told()
+    ended = dict(zip(("tls_crt", "tls_key"), authority.issue(HOST, ends=datetime.now(UTC) - DAY), strict=True))
+    good = dict(zip(("tls_crt", "tls_key"), authority.issue(HOST), strict=True))
+    found = certificates(put(tmp_path, **ended, ca_crt=authority.pem), told)
+    assert told.ends < datetime.now(UTC)
+    assert "has ended at" in caplog.records[0].__dict__["reason"]
+    put(tmp_path, **good)
+    found.refresh()
+    serial = await served(found, authority.pem)
+    put(tmp_path, **ended)
+    found.refresh()
+    assert await served(found, authority.pem) == serial
+
+
+def test_pods_get_the_certificates_of_the_file_and_nothing_else_that_is_in_it(tmp_path: Path) -> None:
+    authority, told = Authority(), Told()
+    chain, key = authority.issue(HOST)
+    comment = "# Zertifizierungsstelle für Übungen\n".encode()
+    certificates(put(tmp_path, tls_crt=chain, tls_key=key, ca_crt=comment + authority.key_pem + authority.pem), told)
+    assert told.ca.encode() == authority.pem
+
+
+def test_trouble_of_any_kind_leaves_the_certificate_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority, told = Authority(), Told()
+    chain, key = authority.issue(HOST)
+    found = certificates(put(tmp_path, tls_crt=chain, tls_key=key, ca_crt=authority.pem), told)
+    put(tmp_path, **dict(zip(("tls_crt", "tls_key"), authority.issue(HOST), strict=True)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))  # as if the disk were full
+    found.refresh()
+    assert told.times == 1
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    found.refresh()
+    assert told.times == 2
+
+
+async def test_certificate_from_a_clock_that_was_ahead_is_good_when_it_is_set_back(tmp_path: Path) -> None:
+    clock = ManualClock(datetime.now(UTC) + 3 * DAY)
+    authority = Authority()
+    found = certificates(put(tmp_path, ca_crt=authority.pem, ca_key=authority.key_pem), clock=clock)
+    clock.jump_wall(-3 * 86400)
+    assert await served(found, authority.pem)
+
+
+async def test_authority_that_ends_soon_is_not_asked_again_and_again(tmp_path: Path) -> None:
+    clock, told = ManualClock(datetime.now(UTC)), Told()
+    authority = Authority(now=clock.now(), days=5)
+    found = certificates(put(tmp_path, ca_crt=authority.pem, ca_key=authority.key_pem), told, clock)
+    for _ in range(10):
+        await clock.advance(10)
+        found.refresh()
+    assert told.times == 1

@@ -20,6 +20,7 @@ from aiohttp import hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
+from everstep_operator.endpoint import tls_connections
 from everstep_operator.endpoint.auth import AT_FAULT
 from everstep_operator.endpoint.connections import ConnectionBounds, Connections, connection_of
 from everstep_operator.endpoint.listening import listen
@@ -101,6 +102,8 @@ class HttpServer:
         )
         await runner.setup()
         assert runner.server is not None
+        if s.tls is not None:
+            tls_connections.make_small()
         connections = Connections(runner.server, s.bounds)
         try:
             loop = asyncio.get_running_loop()

@@ -165,10 +165,12 @@ def read(config: Mapping[str, Any], endpoint: str) -> Configuration:
         values = {**_of_secret(Path(folder)), **values}
     if not endpoint:
         raise ConfigurationInvalid("--rdzv-endpoint is missing: give etcd's members, as host:2379,host:2379")
+    wanted = _wants_tls(values)
     try:
-        urls = endpoints(endpoint, tls=_wants_tls(values))
+        urls = endpoints(endpoint, tls=wanted)
     except ValueError as e:
         raise ConfigurationInvalid(f"--rdzv-endpoint: {e}") from e
+    _check_scheme(urls, tls=wanted or any(url.startswith("https:") for url in urls))
     settings = Configuration(urls, **values)
     if bool(settings.user) != bool(settings.password_file):
         raise ConfigurationInvalid("--rdzv-conf: user and password_file go together")
@@ -193,10 +195,12 @@ def read_operator(config: Mapping[str, Any], endpoint: str, environ: Mapping[str
         raise ConfigurationInvalid(
             f"--rdzv-conf: token_file is missing, and so is {env.TOKEN_FILE}, which a TrainingJob's pods have"
         )
+    wanted = _wants_tls(values)
     try:
-        url = base_url(endpoint, OPERATOR_PORT, tls=_wants_tls(values))
+        url = base_url(endpoint, OPERATOR_PORT, tls=wanted or bool(environ.get(env.CA_CERTIFICATES)))
     except ValueError as e:
         raise ConfigurationInvalid(f"--rdzv-endpoint: {e}") from e
+    _check_scheme((url,), tls=wanted)
     ca = "" if values.get("ca_file") else environ.get(env.CA_CERTIFICATES, "")
     return Configuration((url,), ca=ca, **values)
 
@@ -207,6 +211,17 @@ def _wants_tls(values: dict[str, Any]) -> bool:
     if protocol not in ("", "http", "https"):
         raise ConfigurationInvalid(f"--rdzv-conf: protocol={protocol}: http or https is expected")
     return protocol == "https" or "ca_file" in values
+
+
+def _check_scheme(urls: Collection[str], *, tls: bool) -> None:
+    """Raises ConfigurationInvalid for an address to which a token or a password would go in plain text, though `tls`
+    was asked for."""
+    plain = [url for url in urls if url.startswith("http:")]
+    if tls and plain:
+        raise ConfigurationInvalid(
+            f"--rdzv-endpoint: {plain[0]} is not encrypted, and ca_file, protocol=https or another endpoint asks for"
+            " TLS: write https:// everywhere, or leave those out"
+        )
 
 
 def _of_secret(folder: Path) -> dict[str, Any]:
