@@ -229,4 +229,5 @@ def test_ranks_that_drift_apart_late_make_no_commit(launcher: str, tmp_path: Pat
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert re.search(r"after step 1[2-5] of this world its 2 ranks hold different parameters, model\.\S+", done.stderr)
-    assert [commit.step for commit in Catalog(open_store(str(tmp_path / "c"))).list()] == [8, 4]
+    commits = [commit.step for commit in Catalog(open_store(str(tmp_path / "c"))).list()]
+    assert commits in ([8, 4], [4])  # a script that ends by an error does not wait for its save in flight
