@@ -170,6 +170,7 @@ def test_release_passes_its_test_trains_in_a_restricted_namespace_and_goes_witho
         assert job.over == "Complete", "the CRD stays, and with it the jobs"
 
 
+@pytest.mark.long_but("everstep-system-second")
 @pytest.mark.parametrize(("namespace", "release"), [("elsewhere", RELEASE), (SYSTEM, "second")])
 def test_second_release_is_refused_since_both_would_act_on_all_jobs(
     installed: Cluster, namespace: str, release: str

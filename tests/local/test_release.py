@@ -78,6 +78,7 @@ def test_times_in_a_wheel_are_that_of_the_commit(built: Path) -> None:
         assert {entry.date_time for entry in wheel.infolist()} == {(2026, 12, 1, 12, 0, 0)}
 
 
+@pytest.mark.long
 def test_wheel_by_the_dockerfiles_command_is_the_one_that_is_released(
     repository: Path, built: Path, tmp_path: Path
 ) -> None:

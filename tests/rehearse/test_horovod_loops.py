@@ -70,6 +70,7 @@ def ended(report: dict[str, Any]) -> list[tuple[str, int, int, bool]]:
 CALM = [("calm", 12, 0, True), ("again", 12, 0, True)]
 
 
+@pytest.mark.long
 def test_counter_that_the_state_has_not_is_found_with_its_name_and_its_step(tmp_path: Path) -> None:
     """The new process counts from 0, and the other counts the batch twice that it has taken again."""
     script = SCRIPT.replace("COUNT", "warm").replace("BATCHES", "1")

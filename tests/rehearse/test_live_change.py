@@ -60,6 +60,7 @@ def test_script_that_asks_for_the_number_of_ranks_in_each_step_is_no_finding(tmp
     assert rehearse(tmp_path, SCRIPT.replace("REMEMBERS", "now")) == []
 
 
+@pytest.mark.long
 def test_number_of_ranks_that_stays_behind_when_one_leaves_is_found_with_its_step(tmp_path: Path) -> None:
     """One that joins computes the same as the others, so it is not refused."""
     (found,) = rehearse(tmp_path, SCRIPT.replace("REMEMBERS", 'max(now, getattr(self, "ranks", 0))'))

@@ -110,6 +110,8 @@ WHOLLY_LONG = {
     "recipes/test_streaming.py": RECIPE,
     "recipes/test_tensor_parallel.py": RECIPE,
     "recovery/test_recovery_sources.py": "recovery/test_recovery_kills.py has the samples over kills",
+    "rehearse/test_horovod_loops.py": "rehearsals; recipes/test_horovod.py has killed ranks",
+    "rehearse/test_live_change.py": "rehearsals; unit/test_rehearse_live_change.py has the finding",
     "rehearse/test_evaluated.py": "rehearsals; ordinary/test_evaluated_statistics.py has a loss in an evaluation",
     "rehearse/test_rehearse_slow_saves.py": "it waits for slow saves; rehearse/test_store_loss.py waits for a store",
     "rehearse/test_held_values.py": "test_hidden_state.py has values of each kind",
