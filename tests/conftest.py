@@ -170,6 +170,11 @@ def prometheus_programs() -> Path:
 
 
 @pytest.fixture(scope="session")
+def kueue_programs() -> None:
+    """Kueue's controller and its kinds: the same."""
+
+
+@pytest.fixture(scope="session")
 def browser_program() -> None:
     """Whoever opens a browser asks for it, so that it is installed before the first test."""
 

@@ -76,7 +76,7 @@ LANES = {
     # `make nightly` alone has these.
     "long": Lane(
         ("unit", "ordinary", "rehearse", "recipes", *OF_SERVERS), ("-m", "long and not kind"), 2, BY_TEST, WHOLE_LIMIT,
-        (*SERVERS, "prometheus", "s3rver", "oldest API server", "newest API server"),
+        (*SERVERS, "prometheus", "s3rver", "oldest API server", "newest API server", "kueue"),
     ),
     "long-nodes": Lane(("cluster", "e2e"), ("-m", "long and kind and not alone"), 2, BY_TEST, WHOLE_LIMIT, NODES),
     "long-alone": Lane(

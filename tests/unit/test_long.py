@@ -70,6 +70,7 @@ RECIPE = "a run of this recipe takes half a minute; test_layerwise.py has a kill
 RANK = "half a minute of a whole local run; agents, operator and worker have each part in tests of their own"
 # Test files of which `make nightly` has all tests.
 WHOLLY_LONG = {
+    "apiserver/test_kueue.py": "it builds Kueue; nothing of ours depends on it yet",
     "apiserver/test_kubernetes_range.py": "two API servers to build, and hundreds of tests at each",
     "agent/test_agent_outage.py": "its time-outs are waited for; a store that is away is in rendezvous/",
     "agent/test_agent_partition.py": "its time-outs are waited for; links that fail are in rendezvous/",

@@ -28,6 +28,7 @@ BUILDS: dict[str, Callable[[], object]] = {  # those that take longest come firs
     "azurite": stores.azurite,
     "s3rver": stores.s3rver,
     "monitoring kinds": programs.monitoring_kinds,
+    "kueue": lambda: (programs.kueue(), programs.kueue_kinds()),
     "node programs": kindcluster.compile_all,
     "node file systems": kindcluster.bootstrap_all,
 }
@@ -44,6 +45,7 @@ OF_FIXTURE = {
     "helm": ("helm",),
     "prometheus_programs": ("prometheus",),
     "monitoring_kinds": ("monitoring kinds",),
+    "kueue_programs": ("kueue",),
     "monitoring_kinds_on_nodes": ("monitoring kinds",),
 }
 

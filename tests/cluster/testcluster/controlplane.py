@@ -190,8 +190,8 @@ class ControlPlane:
         self.apiserver.kill()
 
     def start_apiserver(self) -> None:
-        """The controller manager begins anew too: its watches would wait up to half a minute before they look again, and
-        a namespace has no service account until then."""
+        """The controller manager begins anew too: its watches would wait up to half a minute before they look again,
+        and a namespace has no service account until then."""
         self.controller_manager.kill()
         self.apiserver.start()
         self.controller_manager.start()

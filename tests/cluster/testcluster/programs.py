@@ -194,6 +194,23 @@ def monitoring_kinds() -> Path:
     return cache.artifact("monitoring-kinds", (module, versions.PROMETHEUS_OPERATOR, *kinds), make)
 
 
+def kueue() -> Path:
+    """Kueue's controller, which admits workloads by quota."""
+    return _installed("kueue", "sigs.k8s.io/kueue/cmd/kueue", versions.KUEUE)
+
+
+def kueue_kinds() -> Path:
+    """The folder with Kueue's CRDs. They are files of its module."""
+
+    def make(out: Path) -> None:
+        module = f"sigs.k8s.io/kueue@v{versions.KUEUE}"
+        found = json.loads(_go("kueue-kinds", "mod", "download", "-json", module, cwd=out))
+        for file in (Path(found["Dir"]) / "config/components/crd/bases").glob("*.yaml"):
+            shutil.copyfile(file, out / file.name)
+
+    return cache.artifact("kueue-kinds", (versions.KUEUE,), make)
+
+
 def link_all() -> Path:
     """`<cache>/bin`, a folder of links to the current programs that users put in front of their PATH."""
     folder = cache.root() / "bin"
