@@ -1,4 +1,4 @@
-"""What another controller has to do with Kueue's Workloads: facts that docs/adr/0068 builds on, asked of Kueue.
+"""Kueue's controller answers a Workload that another controller made in the ways that docs/adr/0068 builds on.
 
 Kueue's controller runs as it ships. The part of the operator, which has no integration yet, is played by the test.
 """

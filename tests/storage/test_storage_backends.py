@@ -46,38 +46,34 @@ class TestS3ThatIgnoresConditions(StoreContract):
         return place("careless_s3_server").open()
 
 
+class SlowContract(StoreContract):
+    """Of an emulator that takes seconds for what is large."""
+
+    @pytest.mark.long
+    def test_listing_of_several_pages_is_whole(self, store: ObjectStore) -> None:
+        super().test_listing_of_several_pages_is_whole(store)
+
+    @pytest.mark.long
+    def test_create_of_the_largest_record_is_conditional_too(self, store: ObjectStore) -> None:
+        super().test_create_of_the_largest_record_is_conditional_too(store)
+
+
 @pytest.mark.usefixtures("gcs_server")
-class TestGcs(StoreContract):
+class TestGcs(SlowContract):
     sweeps = False  # sessions cannot be listed; they end by themselves after a week
 
     @pytest.fixture
     def store(self, place: Callable) -> ObjectStore:
         return place("gcs_server").open()
 
-    @pytest.mark.long  # the emulator takes seconds
-    def test_listing_of_several_pages_is_whole(self, store: ObjectStore) -> None:
-        super().test_listing_of_several_pages_is_whole(store)
-
-    @pytest.mark.long
-    def test_create_of_the_largest_record_is_conditional_too(self, store: ObjectStore) -> None:
-        super().test_create_of_the_largest_record_is_conditional_too(store)
-
 
 @pytest.mark.usefixtures("azure_server")
-class TestAzure(StoreContract):
+class TestAzure(SlowContract):
     sweeps = False  # uncommitted blocks cannot be deleted; they end by themselves after a week
 
     @pytest.fixture
     def store(self, place: Callable) -> ObjectStore:
         return place("azure_server").open()
-
-    @pytest.mark.long  # the emulator takes seconds
-    def test_listing_of_several_pages_is_whole(self, store: ObjectStore) -> None:
-        super().test_listing_of_several_pages_is_whole(store)
-
-    @pytest.mark.long
-    def test_create_of_the_largest_record_is_conditional_too(self, store: ObjectStore) -> None:
-        super().test_create_of_the_largest_record_is_conditional_too(store)
 
 
 def test_scheme_with_real_folders_gets_those_of_its_objects(tmp_path: Path) -> None:

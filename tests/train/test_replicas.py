@@ -215,19 +215,29 @@ def test_plateau_that_is_given_each_ranks_own_loss_is_refused_by_its_name(fed: s
     assert "dist.all_reduce(loss); loss /= dist.get_world_size()" in done.stderr
 
 
+COMMITTED = """
+from everstep.checkpoint.retention.catalog import Catalog
+from everstep.storage import open_store
+
+def committed(url):
+    return {commit.step for commit in Catalog(open_store(url)).list()}
+"""
+
+
 @pytest.mark.long_but("everstep.agent.main")
 @pytest.mark.parametrize("launcher", ["everstep.agent.main", "torch.distributed.run"])
 def test_ranks_that_drift_apart_late_make_no_commit(launcher: str, tmp_path: Path) -> None:
     # They compare after the 8th and 16th step, and a save comes in between.
     script = tmp_path / "train.py"
     saving = PLATEAU.replace("start(None)", f"start({str(tmp_path / 'c')!r}, every_steps=4)")
-    late = saving.replace("until=8", "until=15")
-    script.write_text(late.replace("plateau.step(loss)", "plateau.step(loss) if step.number > 8 else None"))
+    # A script that ends by an error leaves its save in flight, so it waits for those of the steps before.
+    waits = f"while run.step in (4, 8) and run.step not in committed({str(tmp_path / 'c')!r}): pass"
+    late = saving.replace("until=8", "until=15").replace("        with step:", f"        {waits}\n        with step:")
+    script.write_text(COMMITTED + late.replace("plateau.step(loss)", "plateau.step(loss) if step.number > 8 else None"))
     done = subprocess.run(
         [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node=2", str(script), "its own"],
         capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert re.search(r"after step 1[2-5] of this world its 2 ranks hold different parameters, model\.\S+", done.stderr)
-    commits = [commit.step for commit in Catalog(open_store(str(tmp_path / "c"))).list()]
-    assert commits in ([8, 4], [4])  # a script that ends by an error does not wait for its save in flight
+    assert [commit.step for commit in Catalog(open_store(str(tmp_path / "c"))).list()] == [8, 4]

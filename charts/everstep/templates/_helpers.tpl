@@ -39,15 +39,16 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{- /* The address that workers get. */ -}}
 {{- define "everstep.url" -}}
-{{ ternary "https" "http" .Values.tls.enabled }}://{{ include "everstep.host" . }}
+{{ ternary "https" "http" .Values.tls.enabled }}://{{ include "everstep.fullname" . }}.{{ .Release.Namespace }}.svc
 {{- end -}}
 
-{{- define "everstep.host" -}}
-{{ include "everstep.fullname" . }}.{{ .Release.Namespace }}.svc
+{{- /* The Secret of the chart's own authority, and the one that is used. */ -}}
+{{- define "everstep.ownTlsSecret" -}}
+{{ include "everstep.fullname" . }}-authority
 {{- end -}}
 
 {{- define "everstep.tlsSecret" -}}
-{{- .Values.tls.secretName | default (printf "%s-authority" (include "everstep.fullname" .)) -}}
+{{- .Values.tls.secretName | default (include "everstep.ownTlsSecret" .) -}}
 {{- end -}}
 
 {{- define "everstep.serviceAccountName" -}}

@@ -200,8 +200,8 @@ def add_alive(router: web.UrlDispatcher) -> None:
 
 
 def add_refusal_of_plain_calls(url: str) -> AddRoutes:
-    """Whoever has the address from before TLS learns why nothing is taken there. It is no refusal of the worker: it
-    asks again, and trains on meanwhile."""
+    """Every path answers why nothing is taken there, for workers with the address from before TLS. They are not refused
+    by it: they ask again, and train on meanwhile."""
 
     async def refuse(_: web.Request) -> web.StreamResponse:
         reason = f"calls are taken by TLS alone, at {url}: a pod of before TLS has to be made anew"

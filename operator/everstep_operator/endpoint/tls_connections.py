@@ -1,4 +1,4 @@
-"""What asyncio keeps for a connection by TLS, made small: it is made for a few connections of a client.
+"""Makes small what asyncio keeps for a connection by TLS. It expects the few connections of a client.
 
 Each of its protocols has a buffer of 256 KiB for what comes, so a thousand connections would take 256 MiB. And a
 handshake that failed leaves a cycle: its error, whose traceback holds the protocol. Collections are rare here

@@ -141,8 +141,8 @@ class OperatorServer:
             {
                 "EVERSTEP_PORT": str(port), "EVERSTEP_PROBE_PORT": "0", "EVERSTEP_HOST": host,
                 "EVERSTEP_POD_NAME": f"replica-{number}",
-                "EVERSTEP_LEASE_SECONDS": str(self._lease_seconds), "EVERSTEP_REPORT_URL": "https://localhost",
-                **tls,
+                "EVERSTEP_LEASE_SECONDS": str(self._lease_seconds),
+                **({"EVERSTEP_REPORT_URL": "https://localhost", **tls} if tls else {}),
             }
         )  # fmt: skip
         faults = Faults()

@@ -22,11 +22,15 @@ def is_library(file: str) -> bool:
     return file.startswith(_FOLDERS) or any(part in file for part in _INSTALLED)
 
 
+def _is_of_the_script(file: str) -> bool:
+    return not (file.startswith(_OURS) or is_library(file))
+
+
 def line_of_the_script(frame: FrameType | None) -> str:
     """The innermost line of the script, searched upwards from `frame`: "train.py:31"; empty if only libraries run."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not (file.startswith(_OURS) or is_library(file)):
+        if _is_of_the_script(file):
             return f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -37,7 +41,7 @@ def frames_of_the_script(trace: TracebackType | None) -> list[tuple[str, int, st
     frames = []
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not (code.co_filename.startswith(_OURS) or is_library(code.co_filename)):
+        if _is_of_the_script(code.co_filename):
             frames.append((code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
     return frames
