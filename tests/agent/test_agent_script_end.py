@@ -92,6 +92,53 @@ def test_process_that_is_ended_so_behind_its_run_has_not(tmp_path: Path) -> None
     assert everstep.load(str(tmp_path / "run")).step == 9
 
 
+LAST_SAVE = """
+import os, sys, threading, torch, everstep
+from everstep.storage import open_store
+from everstep.storage.wrapped import WrappedStore
+class Away(WrappedStore):
+    def call(self, operation, name, act, tear=None):
+        if (AWAY) and threading.current_thread().name.startswith("everstep-"):
+            FAILS
+        return act()
+weight = torch.zeros(1)
+checkpointer = everstep.Checkpointer(store=Away(open_store(sys.argv[1])), every_steps=1)
+checkpointer.restore({"weight": weight})
+for step in range(1, 4):
+    weight += 1
+    handle = checkpointer.save(step, {"weight": weight})
+    checkpointer.wait(None if step < 3 else 0)
+END
+os._exit(0)
+"""
+
+
+@pytest.mark.long_but("in flight")
+@pytest.mark.parametrize(
+    ("fails", "end", "became"),
+    [
+        ("threading.Event().wait()", "", "was in flight"),
+        ("raise OSError('gone')", "checkpointer.wait()", "had failed"),
+        ("raise OSError('gone')", "try: handle.wait()\nexcept Exception: pass", ""),
+        ("act", "checkpointer.wait()", ""),
+    ],
+    ids=["in flight", "failed", "failure known", "saved"],
+)
+def test_last_save_that_os_exit_loses_is_a_failure_that_names_it(
+    fails: str, end: str, became: str, tmp_path: Path
+) -> None:
+    script = LAST_SAVE.replace("AWAY", "weight.item() == 3").replace("FAILS", fails).replace("END", end)
+    agent = (sys.executable, "-m", "everstep.agent.main", "--nproc-per-node=1", "--max-restarts=0")
+    (tmp_path / "train.py").write_text(script)
+    argv = [*agent, str(tmp_path / "train.py"), str(tmp_path / "run")]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT, check=False, env=environ)
+    assert done.returncode == bool(became), done.stderr
+    text = f"exit code 0, but its save of step 3 to file://{tmp_path}/run {became} when the process was ended"
+    assert (text in done.stderr) == bool(became), done.stderr
+    assert everstep.load(str(tmp_path / "run")).step == (3 if fails == "act" else 2)
+
+
 FORKED = """
 import os, sys, torch, everstep
 import torch.distributed as dist

@@ -34,7 +34,7 @@ from everstep.agent.processes.output import Files, Output
 from everstep.agent.processes.running import Running, Settling
 from everstep.agent.requests import Requests
 from everstep.agent.tasks import Tasks
-from everstep.contract import env, exit_codes, process_end, termination
+from everstep.contract import env, exit_codes, process_end, termination, unsaved
 from everstep.contract.error_file import PATH as ERROR_FILE
 from everstep.membership.backends.opening import remedy
 from everstep.membership.driver import Driver
@@ -48,6 +48,10 @@ LEFT_ITS_RUN = (
     "exit code 0, but the process was ended before its run was complete, by os._exit(0) or the like: what it had "
     "trained since the last commit is not saved. Leave the loop on all ranks after the same step, and end the script "
     "by its last line or by sys.exit()"
+)
+LEFT_ITS_SAVE = (
+    "exit code 0, but {unsaved} when the process was ended, by os._exit(0) or the like: that step is no commit. Call "
+    "close() of the Checkpointer, which waits for it, before os._exit"
 )
 
 
@@ -181,6 +185,8 @@ class Agent:
         kills = memory_kills()
         if code == exit_codes.OK and process.joined and not process.ended:
             code, fault, why = 1, e.Fault.PROGRAM, LEFT_ITS_RUN
+        elif code == exit_codes.OK and (lost := unsaved.read(process.files.error.parent, pid)):
+            code, fault, why = 1, e.Fault.PROGRAM, LEFT_ITS_SAVE.format(unsaved=lost)
         else:
             fault, why = judge(code, process.files.error, kills > self._memory_kills)
         self._memory_kills = kills

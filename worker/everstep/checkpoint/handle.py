@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from everstep.checkpoint.errors import CheckpointError, SaveFailed
 from everstep.checkpoint.flag import Flag
+from everstep.contract import unsaved
 
 
 class Events(Protocol):
@@ -77,6 +78,7 @@ class SaveHandle:
         self._was_raised = True
         match self._outcome:
             case Failed(_, error):
+                unsaved.forget(self)  # the script knows
                 raise error
             case outcome:
                 return outcome

@@ -29,6 +29,7 @@ from everstep.checkpoint.retention.cleaner import Cleaner, is_absent
 from everstep.checkpoint.save.parts import Staged, Wait, gather_parts, give_up_part, write_part
 from everstep.checkpoint.state.alike import differing, unlike
 from everstep.checkpoint.state.union import merged
+from everstep.contract import unsaved
 from everstep.storage import ObjectStore, RetryableError, StorageError
 
 logger = logging.getLogger("everstep.checkpoint")
@@ -102,7 +103,7 @@ class Writer:
         """Write it, after the save in flight. The caller has waited for room."""
         # The order matters: a signal may interrupt the training thread for ever between any two of these lines. Then
         # nobody may wait for a save that is not in the queue, nor reuse the memory of one that is.
-        self.newest = handle
+        self._take_newest(handle, "was in flight")
         handle._by = self._threads
         self._put(lambda: self._save(staged, handle))
         self._saves.append(handle)
@@ -122,12 +123,22 @@ class Writer:
         """End a save as failed before this rank has written it, and tell the others. `newest`: no later save exists."""
         self._warn(handle.step, error)
         self._events("save-failed", step=handle.step, error=str(error))
+        if newest:
+            self._take_newest(handle, "had failed")
         handle.finish(Failed(handle.step, error))
         self._fails(handle.save_id, error)
-        if newest:
-            self.newest = handle
         if rank != 0:
             self.give_up(handle.save_id, rank, str(error))
+
+    def _take_newest(self, handle: SaveHandle, what: str) -> None:
+        """This is the newest save. Whatever became of the one before, a process that ends loses no more than this."""
+        before, self.newest = self.newest, handle
+        self._note_unsaved(handle, what)
+        if before is not None and before is not handle:
+            unsaved.forget(before)
+
+    def _note_unsaved(self, handle: SaveHandle, what: str) -> None:
+        unsaved.note(handle, f"its save of step {handle.step} to {self._store.url} {what}")
 
     def _warn(self, step: int, error: CheckpointError) -> None:
         """Log a save that failed."""
@@ -157,6 +168,8 @@ class Writer:
     def abandon(self) -> None:
         """Stop without waiting. A save in flight may still be committed or fail; no event reports which."""
         self._events = _ignored
+        if self.newest is not None:
+            unsaved.forget(self.newest)
         self._stop.set()
         if self._thread is not None:
             self._put(None)
@@ -209,6 +222,10 @@ class Writer:
                 self._failed(staged, error)
             except BaseException:
                 logger.exception("a save failed, and so did the report of its failure")
+        if not isinstance(outcome, Failed):  # before the script can know of the outcome, and end the process
+            unsaved.forget(handle)
+        elif handle is self.newest and self._events is not _ignored:
+            self._note_unsaved(handle, "had failed")
         handle.finish(outcome)
         if isinstance(outcome, Committed):
             self._cleaner.clean()
@@ -217,7 +234,11 @@ class Writer:
         """The cause of a failed save if a newer writer has opened the log: it removes what this one was writing."""
         if isinstance(error, Fenced | StateMismatch) or _is_outage(error):
             return None
-        return self._log.overtaken(self._own)
+        try:
+            return self._log.overtaken(self._own)
+        except BaseException:  # a store of the script's own may raise anything, and this save still has to end
+            logger.exception("the log was not read after a save that failed")
+            return None
 
     def _fails(self, save_id: str, error: BaseException) -> None:
         """Remember a failed save: shards of it, from this rank or others, may be left in the store."""
