@@ -264,7 +264,7 @@ def test_what_cannot_be_read_is_named_and_nothing_is_too_much(heaps: Read) -> No
 
 def test_names_of_pythons_own_are_no_state_of_a_library(tmp_path: Path) -> None:
     """A script with a docstring names `__doc__`, which each class of a library has that is imported late."""
-    from everstep.train.guards.elsewhere import named_by_script  # noqa: PLC0415 - torch
+    from everstep.rehearse.elsewhere import named_by_script  # noqa: PLC0415 - torch
 
     script = tmp_path / "documented.py"
     script.write_text('''"""A script."""\nimport sys\nclock = 1\nprint(__doc__)\nframe = sys._getframe()\n''')

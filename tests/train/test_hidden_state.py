@@ -43,9 +43,10 @@ from torch.nn.parameter import Parameter
 from torch.utils.data import BatchSampler
 
 from everstep.data import ElasticLoader
+from everstep.rehearse.elsewhere import elsewhere, set_on_objects
 from everstep.rehearse.held_tensors import held_tensors
+from everstep.rehearse.not_read import NotRead
 from everstep.train.guards import script_objects
-from everstep.train.guards.elsewhere import elsewhere
 from everstep.train.guards.plain_values import Roots, plain_values
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("no_other_tests")]
@@ -627,10 +628,10 @@ def test_object_of_a_library_that_cannot_be_read_is_named_and_harmless_ones_are_
         "lines": opened, "blocks": io.StringIO("1"), "at_once": Path(__file__).open(),  # noqa: SIM115  as above
     }  # fmt: skip
     next(opened)
-    beyond, unread = list[str](), list[str]()
-    plain_values(Roots(script(own), {}), beyond, unread)
+    beyond, unread, roots = list[str](), NotRead(), Roots(script(own), {})
+    plain_values(roots, beyond, unread.look)
     assert beyond == []
-    assert unread == [
+    assert unread.names(roots) == [
         "room (threading.Semaphore)", "other (threading.Semaphore)", f"mine ({__name__}.Local)",
         "table (pandas.DataFrame)", "checksum (xxhash.xxh64)", "numbers (re.finditer)",
         "pairs (itertools.pairwise)", "notes (tempfile._TemporaryFileWrapper)",
@@ -687,7 +688,9 @@ def test_what_the_text_names_is_read_on_an_optimizer_and_in_a_module_without_a_f
     sys.modules["phase_of_a_script"].batches = 0  # type: ignore[attr-defined]
     scope: dict[str, Any] = {
         "opt": optimizer, "__name__": "train",
-        "look": lambda frame: plain_values(Roots(frame, {"opt": optimizer}, far=elsewhere(frame, []))),
+        "look": lambda frame: plain_values(
+            Roots(frame, {"opt": optimizer}, far=elsewhere(frame, []), sets=lambda: set_on_objects(frame))
+        ),
     }  # fmt: skip
     exec(BY_NAME, scope)
     before, after = scope["before"], scope["after"]
@@ -784,3 +787,29 @@ def test_state_to_which_no_variable_leads_is_read(losses: Any) -> None:
         "torch.get_float32_matmul_precision()": "'high'",
     }  # fmt: skip
     assert not {"losses_of_a_script.RATE", "losses_of_a_script.weigh"} & before.keys(), "nothing changes them"
+
+
+def test_globals_of_another_module_are_read_by_the_functions_that_name_them(losses: Any) -> None:
+    """A job's comparison has no other way to them; a rehearsal reads all modules."""
+    frame = script({"change": losses.change})
+    losses.change()
+    before, again = plain_values(frame), plain_values(frame)
+    losses.change()
+    after = plain_values(frame)
+    assert before == again
+    assert {name: after[name] for name in before if before[name] != after[name]} == {
+        "losses_of_a_script._calls": "2", "losses_of_a_script.kept.__defaults__[0]": "2 elements",
+        "losses_of_a_script._state['stage']": "2", "losses_of_a_script.Mixup.drawn": "2",
+    }  # fmt: skip
+
+
+def test_globals_of_another_module_are_read_by_the_methods_that_name_them(losses: Any) -> None:
+    class Objective:
+        __call__ = losses.change
+
+    frame = script({"objective": Objective()})
+    losses.change()
+    before = plain_values(frame)
+    losses.change()
+    after = plain_values(frame)
+    assert (before["losses_of_a_script._calls"], after["losses_of_a_script._calls"]) == ("1", "2")

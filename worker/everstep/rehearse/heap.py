@@ -25,10 +25,11 @@ import numpy as np
 import torch
 
 from everstep.rehearse.begun_anew import Heap
+from everstep.rehearse.elsewhere import named_by_script
+from everstep.rehearse.not_read import not_read
 from everstep.train.guards.containers import MISSING, VIEWS, as_container, as_plain, length_of, steady_key
 from everstep.train.guards.contents import DIGEST, PRINTED, STATEFUL, Beyond, Contents, is_iterator
-from everstep.train.guards.elsewhere import named_by_script
-from everstep.train.guards.holders import not_read, parts_of_holder
+from everstep.train.guards.holders import parts_of_holder
 from everstep.train.guards.plain_values import Roots
 from everstep.train.guards.script_objects import (
     SUSPENDED,

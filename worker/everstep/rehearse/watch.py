@@ -35,8 +35,10 @@ from everstep.recovery.current_round import CurrentRound
 from everstep.rehearse import heap
 from everstep.rehearse.begun_anew import FILE
 from everstep.rehearse.draws import Draws
+from everstep.rehearse.elsewhere import elsewhere, set_on_objects
 from everstep.rehearse.held_tensors import held_tensors
 from everstep.rehearse.idle_indices import idle_indices
+from everstep.rehearse.not_read import NotRead
 from everstep.rehearse.plan import EVALUATION, POINTS, Kill, LiveChange
 from everstep.rehearse.record import CHANGE_WANTED, EVALUATED, OWN, Record, write_whole
 from everstep.rehearse.saves import Saves
@@ -48,7 +50,6 @@ from everstep.train.coordination.step_agreement import StepAgreement, StepReques
 from everstep.train.guards import left_state
 from everstep.train.guards.comparison import rehearsed
 from everstep.train.guards.comparison.restart_check import NEXT
-from everstep.train.guards.elsewhere import elsewhere
 from everstep.train.guards.plain_values import Roots, plain_values
 from everstep.train.guards.script_objects import is_own
 from everstep.train.worlds import RESERVED
@@ -336,7 +337,7 @@ class Watch:
         """So many steps are complete: what this process has now. `own`, `closed`: see `Roots`."""
         beyond = list[str]()
         state = {**(self.run._state if self.run is not None else {}), **self.tracked}
-        roots = Roots(frame, state, own, closed, elsewhere(frame, beyond))
+        roots = Roots(frame, state, own, closed, elsewhere(frame, beyond), lambda: set_on_objects(frame))
         values, unread = self._held(roots, frame, beyond)
         tracked, raising = digests(self.tracked)
         if self._heap & {step, step + 1}:
@@ -354,9 +355,9 @@ class Watch:
     def _held(self, roots: Roots, frame: FrameType | None, beyond: list[str]) -> tuple[dict[str, str], list[str]]:
         """The script's own values, but for those of what is tracked; and the names of what cannot be read. `beyond`
         gets those of what is too much to be read."""
-        closed_kinds = list[str]()
+        not_read = NotRead()
         self._of_libraries = kept_by_loaders(roots.values)
-        values = plain_values(roots, beyond, closed_kinds)
+        values = plain_values(roots, beyond, not_read.look)
         try:
             tensors, unread = held_tensors(roots)
         except Exception as e:  # the script's own classes may raise anything
@@ -365,7 +366,7 @@ class Watch:
         # Another run may read what is unread: what is too much is so beside the others.
         left_out = {*unread, *idle_indices(frame)}
         beyond += unread
-        return {name: text for name, text in found.items() if name not in left_out}, closed_kinds
+        return {name: text for name, text in found.items() if name not in left_out}, not_read.names(roots)
 
     def reach(self, point: str) -> None:
         """This process is at a point of its step. The last one stands for those to which the step has not come: without

@@ -20,10 +20,10 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from everstep.data.stream import Stream
+from everstep.rehearse.elsewhere import elsewhere, set_on_objects
 from everstep.rehearse.record import IN_WORKERS
 from everstep.torch_private import loaders
 from everstep.train.guards.contents import DIGEST, Contents
-from everstep.train.guards.elsewhere import elsewhere
 from everstep.train.guards.holders import CACHED
 from everstep.train.guards.plain_values import Roots, plain_values
 from everstep.train.guards.script_objects import is_open, walk
@@ -62,7 +62,7 @@ class WorkerState:
 
     def _look(self, dataset: Any, collate: Any) -> None:
         frame, own = sys._getframe(2), [(type(dataset).__name__, dataset), (type(collate).__name__, collate)]
-        roots = Roots(frame, {}, own, far=elsewhere(frame, []))
+        roots = Roots(frame, {}, own, far=elsewhere(frame, []), sets=lambda: set_on_objects(frame))
         values, entries = plain_values(roots), dict(_entries(roots))
         if not self._first:
             self._first, self._entries = values, entries

@@ -2,7 +2,7 @@
 variables, memory that processes share, positions in files.
 
 Invariants: nothing is taken out, no lock is acquired, and no code of the script's classes is called. An object of a
-class that cannot be read so has no parts; `not_read` names its class.
+class that cannot be read so has no parts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import gc
 import io
 import math
 import queue
-import re
-import sys
 import threading
 import types
 import weakref
@@ -30,101 +28,26 @@ from typing import Any
 
 import numpy as np
 
-from everstep.contract.library_files import is_library
-
 _NUMBERS = frozenset("?bBhHiIlLqQfdgu")  # kinds of ctypes' values that are no addresses
-# Objects of these modules are a part of the program, or change without a meaning.
-_STATELESS = frozenset({
-    "_abc", "_asyncio", "_frozen_importlib", "_frozen_importlib_external", "_io", "_ssl", "_thread", "_weakref",
-    "_weakrefset", "abc", "argparse", "ast", "asyncio", "builtins", "codecs", "collections", "concurrent", "contextlib",
-    "csv", "dataclasses", "datetime", "enum", "functools", "gettext", "http", "importlib", "inspect", "ipaddress",
-    "itertools", "json", "locale", "logging", "operator", "optparse", "os", "pathlib", "pickle", "platform", "posix",
-    "re", "selectors", "signal", "socket", "ssl", "string", "struct", "subprocess", "sys", "textwrap",
-    "threading", "time", "traceback", "types", "typing", "unittest", "urllib", "uuid", "warnings", "zipfile",
-    "zipimport", "zoneinfo",
-})  # fmt: skip
-_WITHOUT_STATE = frozenset({
-    "", "__main__", "everstep", "google", "grpc", "numpy", "psutil", "pyarrow", "pybind11_builtins", "pydantic_core",
-    "regex", "safetensors", "sentencepiece", "tokenizers", "torch", "yaml",
-})  # fmt: skip
-_HIDING = frozenset({"pandas"})  # in arrays that several objects share
-# Of torch's and numpy's: key-value stores, containers and objects of TorchScript, sums of a monitor, positions.
-_HOLDING = frozenset({"Store", "ScriptDict", "ScriptList", "ScriptObject", "Stat", "LockingLogger", "broadcast"})
-
-
-def not_read(value: Any) -> str:
-    """The name of its class, if it is an object of Python's own library that may hold state and of which nothing is
-    read, or of an extension in C; otherwise nothing."""
-    kind: Any = type(value)
-    module = kind.__module__ or ""
-    if issubclass(kind, types.GeneratorType):
-        return _of_library(value)
-    if _hides_position(value, kind):
-        return "re.finditer" if kind is _CALLING else f"{module}.{kind.__qualname__}"
-    if _first_of(kind) in _COUNTED or (_may_hold(module) and not issubclass(kind, type)) or _is_extension(kind):
-        return "" if _reader(kind) is not None else f"{module}.{kind.__qualname__}"
-    return ""
-
-
-def _of_library(generator: Any) -> str:
-    """The function of a generator of a library that can go on: its variables are not read. Those of ours, such as the
-    loop over a run's steps, go on with the run."""
-    frame = generator.gi_frame
-    if frame is None or generator.gi_running or not is_library(generator.gi_code.co_filename):
-        return ""
-    module = str(frame.f_globals.get("__name__", ""))
-    return "" if module.startswith("everstep") else f"{module}.{generator.__qualname__}"
-
-
-def _hides_position(value: Any, kind: Any) -> bool:
-    """Whether it is an iterator of Python's own, or a text that is read line by line, which cannot say where it is."""
-    if kind is io.TextIOWrapper:
-        try:
-            return not value.closed and value.readable() and value.seekable() and value.tell() < 0
-        except (OSError, ValueError):  # by `next`: all of a small file is in memory then
-            return True
-    if kind is _CALLING:
-        called = next(iter(value.__reduce__()[1]), None)
-        return isinstance(called, types.BuiltinMethodType) and isinstance(called.__self__, _SCANNER)
-    is_iterator = kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
-    return is_iterator and kind.__reduce__ is object.__reduce__ and not issubclass(kind, types.GeneratorType)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_extension(kind: type) -> bool:
-    """Whether its objects hold what no attribute shows, in a library that is not known to hold nothing there."""
-    package = (kind.__module__ or "").partition(".")[0]
-    if package in _HIDING:
-        return True
-    if package in ("torch", "numpy") and not _HOLDING.isdisjoint(base.__name__ for base in kind.__mro__):
-        return True
-    has_attributes = kind.__dictoffset__ or any("__slots__" in vars(base) for base in kind.__mro__)
-    return not (has_attributes or package in _WITHOUT_STATE or package in sys.stdlib_module_names)
-
-
-@functools.lru_cache(maxsize=4096)
-def _may_hold(module: str) -> bool:
-    package = module.partition(".")[0]
-    return package in sys.stdlib_module_names and package not in _STATELESS
 
 
 def parts_of_holder(value: Any) -> dict[str, Any] | None:
     """What such an object holds, by what the script would write behind its name; None for another object, and for one
     that is closed or released."""
-    read = _reader(type(value))
+    read = reader_of(type(value))
     try:
         return None if read is None else read(value)
     except (ValueError, AttributeError, LookupError, OSError):
         return None
 
 
-def _first_of(kind: type) -> type:
+def first_of(kind: type) -> type:
     """The class from which it is derived first."""
     return kind.__mro__[-2] if len(kind.__mro__) > 1 else kind
 
 
-def _reader(kind: type) -> _Read | None:
-    if _first_of(kind) is threading.local and kind is not threading.local:
+def reader_of(kind: type) -> _Read | None:
+    if first_of(kind) is threading.local and kind is not threading.local:
         return None  # its `__init__` is called where a thread reads it first
     for base in kind.__mro__:
         if (read := _READ.get(base)) is not None:
@@ -200,14 +123,11 @@ def _of_file(value: Any) -> dict[str, Any] | None:
     return parts
 
 
-_CALLING: Any = type(iter(int, 1))  # an iterator that calls a function
-_SCANNER = type(re.compile("").scanner(""))  # type: ignore[attr-defined]  # the function of `re.finditer` is of one
 _UNCHANGEABLE = (bool, int, float, complex, str, bytes, type(None))
 _PURE = frozenset({"abs", "bool", "float", "int", "len", "max", "min", "pow", "range", "round", *dir(math)})
 CACHED = ".cache_info()."
 _SIMPLE: Any = ctypes.c_int.__base__  # of which all numbers are
 _Read = Callable[[Any], dict[str, Any] | None]
-_COUNTED = (threading.Semaphore, threading.local)
 _READ: dict[type, _Read] = {
     threading.local: lambda value: {f".{k}": v for k, v in threading.local.__getattribute__(value, "__dict__").items()},
     contextvars.ContextVar: lambda value: {".get()": value.get()},

@@ -42,8 +42,7 @@ from everstep.train.guards.contents import (
     name_of,
     shape_of,
 )
-from everstep.train.guards.elsewhere import elsewhere, may_change, set_on_objects
-from everstep.train.guards.holders import CACHED, not_read, parts_of_holder
+from everstep.train.guards.holders import CACHED, parts_of_holder
 from everstep.train.guards.remedies import of_tensors
 from everstep.train.guards.script_objects import (
     FEW,
@@ -54,6 +53,7 @@ from everstep.train.guards.script_objects import (
     given_to,
     is_open,
     is_own,
+    is_script,
     is_special,
     scopes,
     set_by_script,
@@ -82,17 +82,21 @@ TRACK = (
 )
 _SHORT = frozenset({bool, float, complex, type(None)})  # whose texts are
 _CUT = re.compile(r"[.\[]")
+_CONSTANT = (int, float, complex, str, bytes, type(None), types.ModuleType, type)
+_OF_CLASSES = (property, types.MemberDescriptorType, types.GetSetDescriptorType)  # what stands there beside methods
 _unread = set[str]()  # that a warning has named
 
 
 class Roots:
     """Where a search for the script's values begins. `own`: values beside its variables, by name; `closed`: objects
     that are not looked into; `far`: values to which nothing of these leads, by name. `values`: the script's variables.
-    `kept`: what it has set on tracked modules."""
+    `kept`: what it has set on tracked modules. `sets`: the names of attributes that the script's text sets on objects;
+    on a library's object those with private names count that are among them."""
 
     def __init__(
         self, frame: types.FrameType | None, state: Mapping[str, object] = MappingProxyType({}),
         own: Iterable[tuple[str, object]] = (), closed: Iterable[object] = (), far: Iterable[tuple[str, object]] = (),
+        sets: Callable[[], frozenset[str]] = frozenset,
     ) -> None:  # fmt: skip
         self.own, self.closed, self.far = list(own), list(closed), list(far)
         known = {id(value) for value in self.closed}
@@ -105,7 +109,7 @@ class Roots:
         names = {id(value): name for name, value in reversed(named)}
         self._tracked = {name for name, value in named if id(value) in tracked}
         self.kept = dict[str, Any]()
-        sets = functools.cache(lambda: set_on_objects(frame))
+        sets = functools.cache(sets)
         for key, target in self.state.items():
             for path, value in _own_parts(target):
                 if id(value) not in known:
@@ -173,26 +177,32 @@ def _set_by_script(name: str, value: object, sets: Callable[[], frozenset[str]])
 
 
 def plain_values(
-    roots: Roots | types.FrameType | None, beyond: list[str] | None = None, unread: list[str] | None = None
-) -> Values:
+    roots: Roots | types.FrameType | None, beyond: list[str] | None = None,
+    look: Callable[[NamedValue], None] = lambda _: None,
+) -> Values:  # fmt: skip
     """The script's numbers, texts, names of functions, classes of objects, and contents of what has no names inside, by
     name. They only make a refusal clearer, so no error is raised. `beyond` gets the names of what is not read, and
-    `unread` a few of each class that cannot be read: a script may declare the first one."""
+    `look` each object that is looked at."""
     beyond = [] if beyond is None else beyond
     past = list[str]()
     try:
         roots = roots if isinstance(roots, Roots) else Roots(roots)
-        reading = _Reading(roots, past)
+        reading = _Reading(roots, past, look)
         reading.read(roots)
         beyond += [name for name in past if not roots.is_tracked(name.partition(" (")[0])]
-        if unread is not None:
-            named = ((name, kind) for kind, names in reading.unread.items() for name in names)
-            unread += [f"{name} ({kind})" for name, kind in named if not roots.is_tracked(name)]
         return {name: text for name, text in reading.values.items() if not roots.is_tracked(name)}
     except Exception as e:  # the script's own classes may raise anything
         log.debug("the script's values could not be read", exc_info=True)
         beyond.append(f"the script's values ({type(e).__name__}: {e})")
         return {}
+
+
+def may_change(value: Any) -> bool:
+    """Whether it is an object that may hold state, or a function that keeps some."""
+    if isinstance(value, types.FunctionType):
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return bool(value.__closure__ or vars(value)) or not all(isinstance(part, _CONSTANT) for part in defaults)
+    return not isinstance(value, (*_CONSTANT, types.BuiltinFunctionType, *_OF_CLASSES))
 
 
 class _Names:
@@ -206,6 +216,7 @@ class _Names:
         self._cells = dict[str, types.CellType]()  # by the bare names that are taken
         self._objects = dict[str, object]()  # by their names
         self._of_kinds = dict[type, list[NamedValue]]()
+        self._followed = set[str]()  # globals of other modules
 
     def parts(self, named: NamedValue) -> Iterator[NamedValue]:
         """What an object holds."""
@@ -216,6 +227,7 @@ class _Names:
             for part in children(named):
                 is_bare = part.name not in cells or self._is_its(part.name, cells[part.name], value)
                 yield part if is_bare else NamedValue(f"{named.name}.{part.name}", part.value, named.name)
+            yield from self._globals_of(value)
         elif isinstance(value, types.MethodType):
             for part in children(named):
                 known = self._objects.get(part.name, part.value)
@@ -223,7 +235,30 @@ class _Names:
                 yield part if is_bare else NamedValue(f"{named.name}.__self__", part.value, named.name)
         else:
             yield from children(named)
+            known = type(value) in self._of_kinds
             yield from (part for part in self.of_classes(type(value)) if may_change(part.value))
+            for base in () if known else type(value).__mro__:
+                methods = list(vars(base).values()) if is_own(base) else []
+                for method in methods:
+                    yield from self._globals_of(method) if isinstance(method, types.FunctionType) else ()
+
+    def _globals_of(self, function: types.FunctionType) -> Iterator[NamedValue]:
+        """What a function of another module than those that run names of its module, and so do those that it calls
+        there: `losses.calls` behind `from losses import weigh`."""
+        module, waiting = str(function.__globals__.get("__name__")), [function]
+        if module in self._roots.running or not is_script(function.__code__.co_filename):
+            return
+        for followed in waiting:
+            for key in followed.__code__.co_names:
+                value = followed.__globals__.get(key, MISSING)
+                name = f"{module}.{key}"
+                if value is MISSING or isinstance(value, types.ModuleType) or name in self._followed:
+                    continue
+                self._followed.add(name)
+                if isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__:
+                    waiting.append(value)
+                if not isinstance(value, types.FunctionType) or may_change(value):
+                    yield NamedValue(name, value)
 
     def of_classes(self, kind: type) -> list[NamedValue]:
         """What stands in an object's classes: read once for all objects of the kind."""
@@ -241,9 +276,8 @@ class _Names:
 
 
 class _Reading:
-    def __init__(self, roots: Roots, beyond: list[str]) -> None:
-        self.values, self._beyond = Values(), beyond
-        self.unread = dict[str, list[str]]()  # the first names of each class
+    def __init__(self, roots: Roots, beyond: list[str], look: Callable[[NamedValue], None]) -> None:
+        self.values, self._beyond, self._look_at = Values(), beyond, look
         self._covered = roots.covered
         self._names = _Names(roots)
         self._contents = Contents(map(id, (*roots.state.values(), *roots.closed)))
@@ -262,10 +296,7 @@ class _Reading:
 
     def _look(self, named: NamedValue) -> list[NamedValue]:
         try:
-            is_read = isinstance(named.value, STATEFUL) and not isinstance(named.value, types.GeneratorType)
-            if not is_read and (kind := not_read(named.value)):
-                names = self.unread.setdefault(kind, [])
-                names += [named.name] if len(names) < MOST_NAMED else []
+            self._look_at(named)
             return self._parts_of(named)
         except Exception:  # a name that cannot be written; and as above
             self._beyond.append(named.name)
@@ -410,7 +441,7 @@ def untracked_values(
     beyond a bound."""
     beyond, values = list[str](), Values()
     try:
-        roots = Roots(frame, state, far=elsewhere(frame, beyond))
+        roots = Roots(frame, state)
         values = plain_values(roots, beyond)
         values |= _tensors(roots, carried, beyond)
         # How full a cache is says when its process began. What is read from it shows in the gradients.
@@ -481,7 +512,8 @@ def remedy(differing: list[str]) -> str:
     """What to do about `differences`."""
     parts = (line.partition(" (tensor of") for line in differing)
     tensors = [name for name, tensor, _ in parts if tensor]
-    return f"{TRACK}. {of_tensors(tensors)}" if tensors else TRACK
+    more = of_tensors(tensors) if tensors else "" if differing else "`everstep rehearse` reads more, and names it"
+    return f"{TRACK}. {more}" if more else TRACK
 
 
 def listed(differing: list[str]) -> str:

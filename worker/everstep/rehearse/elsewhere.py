@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from everstep.train.guards.plain_values import may_change
 from everstep.train.guards.script_objects import is_own, is_script, is_special, public, scopes
 from everstep.train.guards.sources import OURS
 
@@ -31,8 +32,6 @@ _OF_THE_WORLD = (
 _AT_START = dict(os.environ)
 # By a module's name its id, and whether it is of the script's: libraries have thousands, and each step looks.
 _judged = dict[str, tuple[int, bool]]()
-_CONSTANT = (int, float, complex, str, bytes, type(None), types.ModuleType, type)
-_OF_CLASSES = (property, types.MemberDescriptorType, types.GetSetDescriptorType)  # what stands there beside methods
 _NUMBERS = (bool, int, float, str)
 _VALUES = (*_NUMBERS, list, dict, set, deque, torch.Tensor, np.ndarray)
 _OWNERS = (types.ModuleType, type, types.FunctionType)
@@ -131,14 +130,6 @@ def _attributes(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in list(variables.items()):
         if not is_special(key) and not callable(value) and not hasattr(type(value), "__get__"):
             yield key, value
-
-
-def may_change(value: Any) -> bool:
-    """Whether it is an object that may hold state, or a function that keeps some."""
-    if isinstance(value, types.FunctionType):
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return bool(value.__closure__ or vars(value)) or not all(isinstance(part, _CONSTANT) for part in defaults)
-    return not isinstance(value, (*_CONSTANT, types.BuiltinFunctionType, *_OF_CLASSES))
 
 
 def _texts(frame: types.FrameType | None, others: list[types.ModuleType]) -> list[tuple[Mapping[str, Any], _Text]]:
