@@ -212,14 +212,15 @@ REFUSED = {
     "break": (
         BACKWARD,
         BACKWARD + "            break\n",
-        "the loop over the prepared loader was left before its end, by break in line 54: the rest of the epoch would "
-        "not be trained. To stop early, decide it",
+        "the loop over the prepared loader was left before its end, by break or return: the rest of the epoch would "
+        "not be trained. To stop early, decide it by a value that is the same on all ranks",
     ),
     "early stopping": (
         BACKWARD,
         BACKWARD + "            if accelerator.check_trigger():\n                break\n",
-        "around the body of the loop. The break in line 55 would be refused too. To stop early, decide it by a value "
-        "that is the same on all ranks",
+        "accelerator.check_trigger(…) (changed.py:54) is in the body of the loop over the prepared loader. If a peer "
+        "is lost in it, the body ends with an error that Everstep cannot catch there. Write `with "
+        "accelerator.accumulate(model):` around the body of the loop",
     ),
     "train": (
         "        model.train()\n",

@@ -13,7 +13,6 @@ it begins. After the run's end all classes and objects of torch and Accelerate d
 
 from __future__ import annotations
 
-import ast
 import copy
 import sys
 from collections.abc import Callable, Iterator
@@ -35,24 +34,15 @@ from everstep.torch_private.patches import Replacements, around
 from everstep.torch_private.reducers import replace_pre_forward
 from everstep.torch_private.tensors import versions
 from everstep.train.guards.script_objects import is_script
-from everstep.train.guards.sources import frames_that_ask, loop_at
 from everstep.train.session import Run
 
 # Accelerate's own collectives that a body may call.
 _COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone")
-_CALLS = (*_COLLECTIVES, "check_trigger")  # of which the last one calls another
 _SCOPE = "`with accelerator.accumulate(model):`"
 _BY_HAND = (
     "gradients that the loop adds up by itself (`if step % k == 0:`) are lost with a lost process. Say Accelerator("
     "gradient_accumulation_steps=k), and for each batch, without dividing the loss, `with accelerator.accumulate(model"
     "):` around accelerator.backward(loss), optimizer.step(), optimizer.zero_grad()"
-)
-
-
-_EARLY = (
-    "To stop early, decide it by a value that is the same on all ranks, keep the decision in a dictionary that "
-    "run.track(…) was given, let the loop over the loader come to its end, and leave `for epoch in run.epochs(…)` by "
-    'break behind it. docs/how-to-restructure.md has the form under "Early stopping with Accelerate"'
 )
 
 
@@ -71,7 +61,6 @@ class OwnLoop:
         self._accumulates = False  # whether `with accelerator.accumulate(…)` is entered
         self._entered = self._weighted = self._stepped = 0
         self._left = False  # whether the script has left its loop early
-        self._loop_at = "", 0  # the script's file and line that asks for the batches
         self._replaced = Replacements()
         self._replaced.put("backward", around(self._weighting), accelerator)
         self._replaced.put("accumulate", around(self._accumulating), accelerator)
@@ -90,19 +79,17 @@ class OwnLoop:
     def check_epoch(self) -> None:
         """Check the script at the end of its outer loop's body. Raises `LoopError` if it left the inner loop early."""
         if self._left:
-            breaks, calls = left_and_called(*self._loop_at)
-            more = f". A collective in its body, of {calls}, would be refused too, outside of {_SCOPE}" if calls else ""
             raise LoopError(
-                f"the loop over the prepared loader was left before its end, by break{breaks and f' in {breaks}'}: the "
-                f"rest of the epoch would not be trained. {_EARLY}. To train fewer batches, prepare a loader of fewer "
-                f"samples{more}"
+                "the loop over the prepared loader was left before its end, by break or return: the rest of the epoch "
+                "would not be trained. To stop early, decide it by a value that is the same on all ranks, keep the "
+                "decision in a dictionary that run.track(…) was given, let the loop over the loader come to its end, "
+                "and leave `for epoch in run.epochs(…)` by break behind it. docs/how-to-restructure.md has the form "
+                'under "Early stopping with Accelerate". To train fewer batches, prepare a loader of fewer samples'
             )
 
     def batches(self) -> Iterator[Any]:
         """The batches for the script's loop: the rest of the epoch. Steps in which a peer was lost come again."""
         self._left = True
-        for frame in frames_that_ask(sys._getframe(1)):
-            self._loop_at = frame.f_code.co_filename, frame.f_lineno
         for step in self._session.steps():
             with step as given:
                 for batch in (given,) if isinstance(given, Batch) else given:
@@ -229,12 +216,10 @@ class OwnLoop:
         def called(*arguments: Any, **named: Any) -> Any:
             if self.batch is not None and not self._accumulates:
                 called_name, at = _script_call(sys._getframe(1), name)
-                breaks, _ = left_and_called(*self._loop_at)
-                more = f". The break in {breaks} would be refused too. {_EARLY}" if breaks else ""
                 raise LoopError(
                     f"accelerator.{called_name}(…){at} is in the body of the loop over the prepared loader. If a peer "
                     f"is lost in it, the body ends with an error that Everstep cannot catch there. Write {_SCOPE} "
-                    f"around the body of the loop{more}"
+                    f"around the body of the loop"
                 )
             return call(*arguments, **named)
 
@@ -259,34 +244,6 @@ def _script_call(frame: FrameType | None, name: str) -> tuple[str, str]:
             name = frame.f_code.co_name
         frame = frame.f_back
     return name, f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame is not None else ""
-
-
-def left_and_called(file: str, line: int) -> tuple[str, str]:
-    """Of the loop that asks for its batches in this line: the lines of its breaks, and those of collectives outside of
-    `accumulate`; each "", if there are none or the file cannot be read."""
-    loop = loop_at(file, line)
-    breaks, calls = set[int](), set[int]()
-    # Each with whether a break in it is of this loop, and whether it is in `accumulate`.
-    waiting: list[tuple[ast.AST, bool, bool]] = [(n, True, False) for n in loop[1].body] if loop is not None else []
-    for n, of_loop, scoped in waiting:
-        within = scoped
-        match n:
-            case ast.Break() if of_loop:
-                breaks.add(n.lineno)
-            case ast.Call(func=ast.Attribute(attr=name)) if name in _CALLS and not scoped:
-                calls.add(n.lineno)
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda() | ast.ClassDef():
-                continue
-            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Attribute(attr="accumulate")))]):
-                within = True
-        inner = of_loop and not isinstance(n, ast.For | ast.While)
-        waiting += [(child, inner, within) for child in ast.iter_child_nodes(n)]
-    return _lines(breaks), _lines(calls)
-
-
-def _lines(numbers: set[int]) -> str:
-    *first, last = map(str, sorted(numbers)) if numbers else ("",)
-    return f"lines {', '.join(first)} and {last}" if first else f"line {last}" if last else ""
 
 
 def _take_over(loader: Any, loop: OwnLoop) -> Callable[[], None]:
