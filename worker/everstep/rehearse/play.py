@@ -301,7 +301,7 @@ def _end(agent: RunAgent) -> None:
 def refusal_in(log: str) -> str:
     """The last sentence by which Everstep refused a script, as it stands in the log."""
     found = re.findall(
-        r"(?:LoopError|NotRecoverable|StateMismatch|RefusedBefore|SettingUnusable|StepUnusable): "
+        r"(?:LoopError|NotRecoverable|StateMismatch|SettingUnusable|StepUnusable): "
         r"(.+(?:\n(?!\[rank\d|[\w.]*Error|\S+:\s|=+|\d\d:\d\d:\d\d).+)*)",
         log,
     )

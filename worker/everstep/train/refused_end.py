@@ -2,33 +2,19 @@
 
 A script may catch every error and print it. Its process would end with exit code 0, and its job as a success that was
 none. Invariant: a run that is complete, of the same process and begun later, takes the refusal back.
-
-Stock torchrun starts a refused script again, as often as it may. It keeps the error files of the first start. So a
-later start finds there that the script was refused, and is refused at once, before it builds a model or reads data.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Final
 
 from everstep.checkpoint.save import at_exit
-from everstep.contract import env, error_file, refusal, refusal_output, termination
+from everstep.contract import error_file, refusal, refusal_output, termination
 from everstep.recovery.announcements import run_complete
-
-_STARTS: Final = "TORCHELASTIC_RESTART_COUNT"
-_FIRST: Final = "attempt_0"  # torchrun's folder of the error files of the first start
-_MOST_READ: Final = 1 << 20  # bytes of an error file
-
-
-class RefusedBefore(refusal.Refusal):
-    """An earlier start of this script, by the same torchrun, was refused in its first steps."""
 
 
 class _Process:
@@ -64,35 +50,6 @@ def completed() -> None:
     """A run of this process is complete."""
     _Process.refused, _Process.complete = None, True
     run_complete()
-
-
-def check_first_start() -> None:
-    """Raise `RefusedBefore` if torchrun has started this script before, and it was refused in its first steps."""
-    starts, path = os.environ.get(_STARTS, ""), os.environ.get(error_file.PATH, "")
-    if env.AGENT_SOCKET in os.environ or starts in ("", "0") or not path:
-        return  # the first start, or under an agent that knows what a refusal is
-    attempt = Path(path).parent.parent
-    if attempt.name != f"attempt_{starts}":
-        return
-    for file in sorted(attempt.with_name(_FIRST).glob("*/error.json")):
-        if (message := _refused_in(file)) is not None:
-            error = RefusedBefore(
-                f"{message} (This is restart {starts}, and the script was refused when it was started first. torchrun "
-                "restarts whatever fails: correct the script and start it again; --max-restarts=0 saves the restarts)"
-            )
-            stands(error)
-            raise error
-
-
-def _refused_in(file: Path) -> str | None:
-    """What an error file says, if it is that of a refusal in the first steps."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        if file.stat().st_size > _MOST_READ:
-            return None
-        message = json.loads(file.read_text())["message"]
-        if termination.is_early(message["extraInfo"]["refusedAfter"]):
-            return str(message["message"])
-    return None
 
 
 def _watch_threads() -> None:

@@ -69,7 +69,6 @@ def start(
     """
     strict = strict or strict_by_environment()
     names.check_once()
-    refused_end.check_first_start()
     rounds = Announcements.find()
     recovery = Recovery(rounds) if rounds is not None else None
     if recovery is not None:

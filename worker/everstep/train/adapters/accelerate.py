@@ -273,7 +273,6 @@ def start(
     if own_loop:
         _check_own(accelerator)
         loader, objects = trained_loader(accelerator) if loader is None else loader, prepared_objects(accelerator)
-    refused_end.check_first_start()
     coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options or {})
     if recovery is not None:
         return Prepared(

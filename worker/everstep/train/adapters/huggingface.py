@@ -76,7 +76,6 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         **options: Any,
     ) -> None:
         accelerated.recovery()  # before the world changes
-        refused_end.check_first_start()
         self._coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
         self._optimizer, self._scheduler, self._rng = Late(), Late(), LateRng()
         self._checks = RankChecks(self._coordinator, "EverstepCallback", compares=compare_samples)

@@ -118,7 +118,6 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
     ) -> None:
         self._recovery = fitting.recovery() if in_process else None
         self._fitting: fitting.Fitting | None = None
-        refused_end.check_first_start()
         self._coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
         self._checks = RankChecks(self._coordinator, "EverstepCallback", compares=compare_samples)
         self._rng, self._data, self._logged = LateRng(), Late(), Logged()
