@@ -308,21 +308,6 @@ def test_environment_makes_a_run_strict(play: Any, monkeypatch: pytest.MonkeyPat
         play(COUNTED)
 
 
-@pytest.mark.long_but("optimizr-; did you mean 'optimizer'")
-@pytest.mark.parametrize(
-    ("name", "near"), [("optimizr", "; did you mean 'optimizer'"), ("zzzz", "as the warning prints")]
-)
-def test_untracked_name_that_the_script_does_not_have_is_refused(name: str, near: str, play: Any) -> None:
-    with pytest.raises(LoopError, match=rf"run\.untracked\('{name}'\): no variable, attribute or class.*{near}"):
-        play(COUNTED.replace("n = 0", f"n = 0\n    run.untracked({name!r})"))
-
-
-@pytest.mark.long_but("n")
-@pytest.mark.parametrize("name", ["model.weight", "Linear", "n", "batch.data"])
-def test_untracked_name_of_a_variable_an_attribute_or_a_class_is_taken(name: str, play: Any) -> None:
-    play(COUNTED.replace("n = 0", f"n = 0\n    run.untracked({name!r})"))
-
-
 # What is refused.
 
 

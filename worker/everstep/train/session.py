@@ -160,8 +160,7 @@ class Run(Loops):
     def untracked(self, *names: str) -> None:
         """Declare objects that training changes and that may be lost with their process, so that they cause no refusal
         and no warning. A name is that in the refusal or warning, that of a variable (`"probe"`, with all that it holds)
-        or that of a class. Call it at any time. The loop raises `LoopError` for a name that the script does not
-        have."""
+        or that of a class. Call it at any time."""
         self._untracked.update(names)
 
     def mesh(self, *, shard: int | None = None, tensor: int | None = None, model: int | None = None) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from everstep.recovery.errors import LoopError
 from everstep.torch_private import loaders
 from everstep.torch_private.patches import Replacements
 from everstep.train.feeding.feed import Feed
+from everstep.train.guards.script_objects import variables
 
 
 class UnmanagedLoaders:
@@ -113,18 +114,8 @@ def _name(sampler: Any, dataset: Any) -> str:
     else:
         order = type(getattr(sampler, "sampler", sampler)).__qualname__
         kind, what = DataLoader.__qualname__, f"{type(dataset).__qualname__}, {order}"
-    for name, value in _variables():
+    for name, value in variables(sys._getframe(1)):
         own = isinstance(value, DataLoader) and loaders.sampler_of(value) is sampler
         if own or (isinstance(value, ElasticLoader) and value.reads(dataset)):
             return f"{name} = {kind}({what})"
     return f"a {kind}({what})"
-
-
-def _variables() -> Iterator[tuple[str, Any]]:
-    """The frames of the functions that are being run, innermost first."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        yield from list(frame.f_locals.items())
-        if frame.f_code.co_name != "<module>":
-            yield from list(frame.f_globals.items())
-        frame = frame.f_back

@@ -8,10 +8,8 @@ loop), nothing is found. Invariant: none of the script's code is called, and no 
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import logging
-import re
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,7 +23,7 @@ from everstep.recovery.errors import LoopError
 from everstep.torch_private.modules import buffers_of, parameters_of, unsaved_of
 from everstep.train.guards import script_rules
 from everstep.train.guards.carried_names import Carried, Reader
-from everstep.train.guards.script_objects import Name, is_script, value_of, variables, walk
+from everstep.train.guards.script_objects import Name, is_script, value_of, variables
 from everstep.train.guards.sources import (
     code_of,
     counted_around,
@@ -33,7 +31,6 @@ from everstep.train.guards.sources import (
     end,
     forget,
     frames_that_ask,
-    loaded_files,
     loop_at,
     own_names,
     tree_of,
@@ -88,7 +85,6 @@ class ScriptCheck:
         if not self._goes_on:
             return None
         try:
-            self._check_names(frame)
             self._read(frame, None if nested else self.function, data)
             if not nested:
                 self._refuse()
@@ -189,23 +185,6 @@ class ScriptCheck:
         self._bound_anew = (self._bound_anew | anew) - {entry.name for entry in carried} - around.keys()
         return reader
 
-    def _check_names(self, frame: types.FrameType) -> None:
-        """Raises `LoopError` for a name in `run.untracked` that is nothing of the script's."""
-        if not self._untracked:
-            return
-        known = {type(named.value).__name__ for named in walk(variables(frame))} | self._state.keys()
-        trees = [tree for file in loaded_files() | _files(frame) if (tree := tree_of(file)) is not None]
-        for n in (n for tree in trees for n in ast.walk(tree)):
-            parts = (getattr(n, part, None) for part in ("id", "attr", "arg", "name", "asname"))
-            known.update(part for part in parts if isinstance(part, str))
-        for name in self._untracked if trees else ():
-            if not set(re.findall(r"[^\W\d]\w*", name)) & known:
-                near = difflib.get_close_matches(name, known, 1)
-                raise LoopError(
-                    f"run.untracked({name!r}): no variable, attribute or class of the script has this name"
-                    + (f"; did you mean {near[0]!r}?" if near else ". Write the name as the warning prints it")
-                )
-
 
 def _read_elsewhere(loop: _Loop) -> set[str]:
     """The variables that are read by functions other than those around the loop. A function's own variables do not
@@ -258,15 +237,6 @@ def _is_held(value: Any, covered: Covered) -> bool:
 
 
 # The place of the loop.
-
-
-def _files(frame: types.FrameType | None) -> set[str]:
-    files = set[str]()
-    while frame is not None:
-        if is_script(frame.f_code.co_filename):
-            files.add(frame.f_code.co_filename)
-        frame = frame.f_back
-    return files
 
 
 def _of_frame(frame: types.FrameType | None) -> Iterator[_Loop]:
