@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.data.errors import DataError, DatasetChanged, DatasetUnusable, PositionMismatch
-from everstep.data.fingerprints import Fingerprint, difference, digest_of, fingerprint
+from everstep.data.fingerprints import Fingerprint, difference, fingerprint
 from everstep.data.plan.cursor import Cursor, check_changes, parse, resume
+from everstep.data.sketches import digest_of
 
 DATA = Fingerprint(1000, "Images", "mnist-1")
 OWN = Cursor(seed=5, epoch=0, index=0, global_batch=10, order="permutation-1", dataset=DATA)

@@ -1,23 +1,19 @@
 """Compares the fingerprints of two datasets: whether a saved position fits the dataset.
 
 Compares length always, then the best that both sides have: an identity given by the user or by the dataset's own
-`fingerprint()`, else the class name. Knows torch tensors by their methods only.
+`fingerprint()`, else the class name.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
-
-import numpy as np
 
 from everstep.data.errors import DatasetUnusable
 from everstep.data.plan.permutation import MAX_N
 
 MAX_IDENTITY: Final = 256
-_MAX_DEPTH: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,50 +81,3 @@ def difference(saved: Fingerprint, own: Fingerprint) -> str | None:
     if saved.kind != own.kind:
         return f"it was a {saved.kind} and is a {own.kind}"
     return None
-
-
-def digest_of(sample: Any) -> bytes:
-    """A digest of a sample; of what cannot be hashed in it, of the name of its class."""
-    digest = hashlib.blake2b(digest_size=8)
-    _feed(digest, sample, 0)
-    return digest.digest()
-
-
-def _feed(digest: Any, value: Any, depth: int) -> None:
-    """Hash a sample by what it holds: arrays, tensors, text, bytes, numbers, and containers of them."""
-    if depth > _MAX_DEPTH:
-        _put(digest, "class", type(value).__qualname__.encode())
-    elif isinstance(value, Mapping):
-        _put(digest, "map", str(len(value)).encode())
-        for key, item in value.items():
-            _feed(digest, key, depth + 1)
-            _feed(digest, item, depth + 1)
-    elif isinstance(value, list | tuple):
-        _put(digest, "list", str(len(value)).encode())
-        for item in value:
-            _feed(digest, item, depth + 1)
-    elif isinstance(value, bytes | bytearray):
-        _put(digest, "bytes", bytes(value))
-    elif value is None or isinstance(value, str | int | float | complex):
-        _put(digest, type(value).__name__, repr(value).encode())
-    elif (array := _array(value)) is not None and not array.dtype.hasobject:
-        _put(digest, f"{array.dtype.str}{array.shape}", array.tobytes())
-    else:
-        _put(digest, "class", type(value).__qualname__.encode())
-
-
-def _array(value: Any) -> np.ndarray[Any, Any] | None:
-    """Arrays and tensors of the same values hash the same; a type that numpy lacks (bfloat16) is hashed as float32.
-    None for what is neither."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        try:
-            value = value.numpy()
-        except TypeError:
-            value = value.float().numpy()
-    return np.ascontiguousarray(value) if hasattr(value, "__array__") else None
-
-
-def _put(digest: Any, tag: str, data: bytes) -> None:
-    digest.update(f"{tag}:{len(data)}:".encode())
-    digest.update(data)

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from everstep.data.errors import DataError, DatasetUnusable, PositionMismatch
-from everstep.data.fingerprints import digest_of
 from everstep.data.plan.assignment import whole
 from everstep.data.plan.cursor import Cursor
 from everstep.data.randomness.seeding import sample_seed, seed_generators
+from everstep.data.sketches import digest_of
 from everstep.torch_private.loaders import as_only_reader
 
 log = logging.getLogger("everstep.data")
