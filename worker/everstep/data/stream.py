@@ -12,20 +12,16 @@ import copy
 import hashlib
 import json
 import logging
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-import torch
-
 from everstep.data.errors import DataError, DatasetUnusable, PositionMismatch
 from everstep.data.plan.assignment import whole
 from everstep.data.plan.cursor import Cursor
-from everstep.data.randomness.seeding import sample_seed, seed_generators
+from everstep.data.randomness.seeding import generator_states, put_back, sample_seed, seed_generators
 from everstep.data.sketches import digest_of
 from everstep.torch_private.loaders import as_only_reader
 
@@ -196,15 +192,15 @@ class Stream:
     def _alone(self) -> Iterator[None]:
         """While the source is read it sees neither that this is one of several workers, of which it would give each a
         part, nor the generators that are set for a rank's samples: it draws from states of its own."""
-        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        before = generator_states()
         if self._generators is not None:
-            _put(self._generators)
+            put_back(self._generators)
         try:
             with as_only_reader():
                 yield
         finally:
-            self._generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
-            _put(before)
+            self._generators = generator_states()
+            put_back(before)
 
     def _begin(self, mark: Mark | None) -> None:
         self._stop()
@@ -302,10 +298,3 @@ class Stream:
             type(self._source).__name__,
         )
         return False
-
-
-def _put(states: Any) -> None:
-    python, numpy, words = states
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(words)

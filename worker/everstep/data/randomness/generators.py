@@ -9,10 +9,11 @@ sample, is not found.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -20,54 +21,37 @@ import torch
 DEEPEST: Final = 7  # attributes of attributes; two of them are a mixture's list of sources
 MOST: Final = 2000  # objects that are looked at
 LARGEST: Final = 64  # entries of a container that is looked into
+_WORD: Final = 2**32 - 1
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, np.ndarray, torch.Tensor)
 
 
-class AnyGenerator:
-    """One generator, whatever library it is of."""
+class AnyGenerator(NamedTuple):
+    """One generator, whatever library it is of. `seed` sets it by 64 bits, of which some use only the lower 32."""
 
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-
-    def seed(self, value: int) -> None:
-        """Set it by 64 bits."""
-        match self._generator:
-            case torch.Generator() as found:
-                found.manual_seed(value)
-            case np.random.Generator() as found:
-                found.bit_generator.state = type(found.bit_generator)(value).state
-            case np.random.RandomState() as found:
-                found.seed(value >> 32)
-            case found:
-                found.seed(value)
-
-    def state(self) -> Any:
-        match self._generator:
-            case torch.Generator() as found:
-                return found.get_state()
-            case np.random.Generator() as found:
-                return found.bit_generator.state
-            case np.random.RandomState() as found:
-                return found.get_state()
-            case found:
-                return found.getstate()
-
-    def put_back(self, state: Any) -> None:
-        match self._generator:
-            case torch.Generator() as found:
-                found.set_state(state)
-            case np.random.Generator() as found:
-                found.bit_generator.state = state
-            case np.random.RandomState() as found:
-                found.set_state(state)
-            case found:
-                found.setstate(state)
+    seed: Callable[[int], object]
+    state: Callable[[], Any]
+    put_back: Callable[[Any], object]
 
 
-def generators_of(owner: Any) -> tuple[AnyGenerator, ...]:
-    """The generators among the attributes of `owner`, and of what it holds."""
-    return tuple(map(AnyGenerator, _generators(owner)))
+def access_to(generator: Any) -> AnyGenerator | None:
+    """None for what is no generator."""
+    match generator:
+        case torch.Generator():
+            return AnyGenerator(generator.manual_seed, generator.get_state, generator.set_state)
+        case np.random.Generator():
+            bits: Any = generator.bit_generator
+
+            def put_back(state: Any) -> None:
+                bits.state = state
+
+            return AnyGenerator(lambda value: put_back(type(bits)(value).state), lambda: bits.state, put_back)
+        case np.random.RandomState():
+            state = partial(generator.get_state, legacy=False)
+            return AnyGenerator(lambda value: generator.seed(value & _WORD), state, generator.set_state)
+        case random.Random():
+            return AnyGenerator(generator.seed, generator.getstate, generator.setstate)
+    return None
 
 
 @contextmanager
@@ -81,14 +65,19 @@ def kept(generators: Iterable[AnyGenerator]) -> Iterator[None]:
             generator.put_back(state)
 
 
-def _generators(owner: Any) -> Iterator[Any]:
+def generators_of(owner: Any) -> tuple[AnyGenerator, ...]:
+    """The generators among the attributes of `owner`, and of what it holds."""
+    return tuple(_generators(owner))
+
+
+def _generators(owner: Any) -> Iterator[AnyGenerator]:
     seen = {id(owner)}
     level = [owner]
     for _ in range(DEEPEST + 1):
         below: list[Any] = []
         for node in level:
-            if isinstance(node, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
-                yield node
+            if (generator := access_to(node)) is not None:
+                yield generator
                 continue
             for part in _parts(node):
                 if not isinstance(part, _LEAVES) and id(part) not in seen and len(seen) < MOST:

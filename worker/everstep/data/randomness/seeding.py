@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -74,16 +75,26 @@ def seed_generators(value: int) -> None:
         sys.modules["torch"].default_generator.manual_seed(value)
 
 
+def generator_states() -> tuple[Any, Any, Any]:
+    """The states of the global generators, for `put_back`."""
+    torch = sys.modules.get("torch")
+    return random.getstate(), np.random.get_state(), torch.get_rng_state() if torch else None
+
+
+def put_back(states: tuple[Any, Any, Any]) -> None:
+    """Set the global generators to these states."""
+    python, numpy, words = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    if words is not None:
+        sys.modules["torch"].set_rng_state(words)
+
+
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Put the global generators back as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    torch = sys.modules.get("torch")
-    words = torch.get_rng_state() if torch else None
+    states = generator_states()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        if torch and words is not None:
-            torch.set_rng_state(words)
+        put_back(states)

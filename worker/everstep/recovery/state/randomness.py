@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from everstep.checkpoint import RngState
+from everstep.data.randomness.generators import access_to
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.shape import Shape
 
@@ -184,18 +185,10 @@ class Source:
 
 def source_of(generator: Any) -> Source | None:
     """The source for a generator; None for any other object. Raises `LoopError` for a generator that cannot be set."""
-    match generator:
-        case torch.Generator():
-            return Source(generator.manual_seed, generator.get_state)
-        case random.SystemRandom():
-            raise LoopError("the numbers of a random.SystemRandom cannot be repeated; track a random.Random instead")
-        case random.Random():
-            return Source(generator.seed, generator.getstate)
-        case np.random.Generator():
-            return _bits(generator.bit_generator)
-        case np.random.RandomState():
-            return Source(lambda value: generator.seed(value & WORD), lambda: generator.get_state(legacy=False))
-    return None
+    if isinstance(generator, random.SystemRandom):
+        raise LoopError("the numbers of a random.SystemRandom cannot be repeated; track a random.Random instead")
+    access = access_to(generator)
+    return None if access is None else Source(access.seed, access.state)
 
 
 def global_sources(device: torch.device) -> dict[str, Source]:
@@ -430,13 +423,6 @@ def _numpy() -> Source:
 def _of_python() -> Source:
     twister = PythonTwister(_python) if PythonTwister.fits(_python) else None
     return Source(_seed_python, random.getstate, twister)
-
-
-def _bits(bits: Any) -> Source:
-    def seed(value: int) -> None:
-        bits.state = type(bits)(value).state
-
-    return Source(seed, lambda: bits.state)
 
 
 def _seed_python(value: int) -> None:
