@@ -13,7 +13,6 @@ from typing import Any, Final, TypeVar
 
 from everstep.contract.forks import ForkLock
 from everstep.storage.backends.fsspec_store import FsspecStore, bucket_missing
-from everstep.storage.backends.translate import server_code
 from everstep.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -24,7 +23,7 @@ from everstep.storage.base import (
     truncated,
     views_of,
 )
-from everstep.storage.errors import NotFound, TerminalError
+from everstep.storage.errors import NotFound, Truncated
 from everstep.storage.upload import Data
 
 T = TypeVar("T")
@@ -36,9 +35,7 @@ _ONCE: Final = {"retry_total": 0, "connection_timeout": 5, "read_timeout": 60}
 class AzureStore(FsspecStore):
     """Objects below `az://container/prefix`. `options` go to adlfs."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities().with_part_size(self._part_size)
+    offers = Capabilities()
 
     def create(self, name: str, data: Data) -> None:
         self._upload(check_name(name), data, overwrite=False)
@@ -60,10 +57,8 @@ class AzureStore(FsspecStore):
 
         try:
             return self.run("reading", name, read)
-        except TerminalError as e:
-            if e.__cause__ is not None and server_code(e.__cause__)[1] == 416:
-                return b""
-            raise
+        except Truncated:
+            return b""
 
     def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
         check_name(name)
@@ -80,12 +75,10 @@ class AzureStore(FsspecStore):
                     done += len(data)
             return done
 
-        got = 0
         try:
             got = self.run("reading", name, read)
-        except TerminalError as e:
-            if e.__cause__ is None or server_code(e.__cause__)[1] != 416:
-                raise
+        except Truncated:
+            got = 0
         if got < wanted:
             raise truncated(self.url, name, start, wanted, got)
 

@@ -23,7 +23,7 @@ import fsspec.asyn
 from everstep.contract.forks import ForkLock
 from everstep.storage.backends.translate import EXPIRED_CODES, cannot_open, server_code, translate
 from everstep.storage.base import Capabilities, ObjectInfo, ObjectStore, check_folder, check_name
-from everstep.storage.errors import NotFound, StorageError, StoreUnusable, TerminalError
+from everstep.storage.errors import NotFound, StorageError, StoreUnusable, Truncated
 from everstep.storage.upload import Data
 
 # Settings of the fsspec file system (keys, endpoint and the like), or a function that gives fresh ones to each client.
@@ -38,6 +38,7 @@ class FsspecStore(ObjectStore):
     """Objects below `url`. `part_size` is the store's `Capabilities.part_size`; None is the backend's own."""
 
     bare_404_is_missing = True
+    offers = Capabilities(multipart=False)
 
     def __init__(self, url: str, options: Options | None = None, part_size: int | None = None) -> None:
         self._url = url.rstrip("/")
@@ -53,7 +54,7 @@ class FsspecStore(ObjectStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(multipart=False).with_part_size(self._part_size)
+        return self.offers.with_part_size(self._part_size)
 
     def create(self, name: str, data: Data) -> None:
         self._write(name, data, "create")
@@ -69,10 +70,8 @@ class FsspecStore(ObjectStore):
             with self.translated("reading", name):
                 fs, root = self.fs()
                 data = bytes(fs.cat_file(f"{root}/{name}", start=start, end=end))
-        except TerminalError as e:
-            if e.__cause__ is not None and server_code(e.__cause__)[1] == 416:
-                return b""  # a range after the end, which slices and files answer with nothing
-            raise
+        except Truncated:
+            return b""  # a range after the end, which slices and files answer with nothing
         if start is not None and end is not None and start >= 0 and len(data) > end - start:
             return data[start:end]  # a plain HTTP server may ignore the range, and send all
         return data

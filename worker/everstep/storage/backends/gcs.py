@@ -25,9 +25,7 @@ _SECONDS: Final = 60.0
 class GcsStore(FsspecStore):
     """Objects below `gs://bucket/prefix`. `options` go to gcsfs."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(parallel_parts=False).with_part_size(self._part_size)
+    offers = Capabilities(parallel_parts=False)
 
     def start_upload(self, name: str, size_hint: int | None = None) -> GcsUpload:
         size = part_size_for(self.capabilities.part_size, size_hint)

@@ -17,7 +17,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 from fsspec.implementations.dirfs import DirFileSystem
@@ -35,10 +34,8 @@ _OURS: Final = re.compile(rf"{re.escape(_TEMPORARY)}([0-9]+)-[0-9a-f]{{16}}-(.+)
 class GenericStore(FsspecStore):
     """Objects below the URL of any other scheme. `options` go to its file system."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        # Without I/O it is not known whether the file system can rename: some connect when they are made.
-        return replace(super().capabilities, whole=False)
+    # Without I/O it is not known whether the file system can rename: some connect when they are made.
+    offers = Capabilities(multipart=False, whole=False)
 
     def list(self, folder: str = "") -> list[ObjectInfo]:
         return [info for info in super().list(folder) if not _is_temporary(info.name)]

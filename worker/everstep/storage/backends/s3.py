@@ -30,7 +30,7 @@ from everstep.storage.base import (
     truncated,
     views_of,
 )
-from everstep.storage.errors import NotFound, RetryableError, TerminalError
+from everstep.storage.errors import NotFound, RetryableError, TerminalError, Truncated
 from everstep.storage.upload import Data
 from everstep.torch_private.libraries import call_s3, innermost
 
@@ -158,14 +158,10 @@ class S3Store(FsspecStore):
         self, url: str, options: Options | None = None, part_size: int | None = None, *, whole: bool = True
     ) -> None:
         super().__init__(url, options, part_size)
-        self._whole = whole
+        self.offers = Capabilities(whole=whole)
         self._wire_lock = ForkLock()
         self._wire: tuple[int, Wire | None] | None = None
         self._read_urls: dict[str, tuple[float, str]] = {}
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(whole=self._whole).with_part_size(self._part_size)
 
     def create(self, name: str, data: Data) -> None:
         self._put_object(check_name(name), data, {"IfNoneMatch": "*"})
@@ -182,14 +178,12 @@ class S3Store(FsspecStore):
             with self.translated("reading", name):
                 fs, _ = self.fs()
                 return bytes(fsspec.asyn.sync(fs.loop, self._read, fs, name, limits))
-        except TerminalError as e:
-            if e.__cause__ is not None and server_code(e.__cause__)[1] == 416:
-                return b""
-            raise
+        except Truncated:
+            return b""
 
     def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
         check_name(name)
-        (views, wanted), got = views_of(buffers), 0
+        views, wanted = views_of(buffers)
         if not wanted:
             return
         try:
@@ -200,9 +194,8 @@ class S3Store(FsspecStore):
                     got = len(data)
                 else:
                     got = wire.get(self._read_url(name), start, views)
-        except TerminalError as e:
-            if e.__cause__ is None or server_code(e.__cause__)[1] != 416:
-                raise
+        except Truncated:
+            got = 0
         if got < wanted:
             raise truncated(self.url, name, start, wanted, got)
 

@@ -19,6 +19,7 @@ from everstep.storage.errors import (
     StoreUnusable,
     TerminalError,
     Throttled,
+    Truncated,
 )
 
 _EXISTS_CODES = {"PreconditionFailed", "412", "BlobAlreadyExists", "ConditionNotMet", "UnauthorizedBlobOverwrite"}
@@ -78,6 +79,8 @@ def translate(e: Exception, where: str, *, bare_404_is_missing: bool = True) -> 
         )
     if isinstance(e, FileNotFoundError | IsADirectoryError) or status == 404:
         return NotFound(text)
+    if status == 416:
+        return Truncated(text)
     if status is not None and 400 <= status < 500:
         return TerminalError(text)
     if _connection(e):

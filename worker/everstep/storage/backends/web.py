@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from everstep.storage.backends.fsspec_store import FsspecStore, Options
-from everstep.storage.backends.translate import server_code
 from everstep.storage.base import Capabilities, ObjectInfo, check_folder, check_name
-from everstep.storage.errors import NotFound, StoreUnusable, TerminalError
+from everstep.storage.errors import NotFound, StoreUnusable, Truncated
 
 T = TypeVar("T")
 
@@ -31,6 +30,8 @@ class WebStore(FsspecStore):
     would seem to be missing.
     """
 
+    offers = Capabilities(multipart=False, writable=False, listable=False)
+
     def __init__(self, url: str, options: Options | None = None, part_size: int | None = None) -> None:
         for sign, kind, instead in (
             ("?", "a query", "storage_options={'params': {…}} sends one with each request"),
@@ -42,11 +43,6 @@ class WebStore(FsspecStore):
                     f"{url} has {kind}, behind which no file can be named: {instead}. In a folder's name write {code}"
                 )
         super().__init__(url, options, part_size)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        known = Capabilities(multipart=False, writable=False, listable=False)
-        return known.with_part_size(self._part_size)
 
     def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         check_name(name)
@@ -65,10 +61,8 @@ class WebStore(FsspecStore):
         root = self._url
         try:
             return self.run("reading", name, read)
-        except TerminalError as e:
-            if e.__cause__ is not None and server_code(e.__cause__)[1] == 416:
-                return b""
-            raise
+        except Truncated:
+            return b""
 
     def size(self, name: str) -> int | None:
         check_name(name)
