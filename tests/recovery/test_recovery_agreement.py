@@ -1,5 +1,7 @@
 """Who gives its state to whom, for any members."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from everstep.recovery.transfer.agreement import Agreement, MemberState, NoState
 from everstep.recovery.validity import Validity
 
 states = st.lists(
-    st.builds(MemberState, st.integers(0, 3), st.sampled_from(list(Validity)), st.integers(0, 1)),
+    st.builds(MemberState, st.integers(0, 3), st.sampled_from(list(Validity)), *[st.integers(0, 1)] * 3),
     min_size=1,
     max_size=6,
 )
@@ -43,6 +45,24 @@ def test_of_members_at_the_same_step_the_state_that_most_hold_wins_over_the_lowe
     assert agree(told) == Agreement(8, 1, (0,), diverged=(0,))
 
 
+def test_of_two_members_whose_parameters_differ_neither_is_right() -> None:
+    one, other = (MemberState(8, Validity.WHOLE, d, d) for d in (2, 3))
+    with pytest.raises(NoState, match=r"ranks \[0, 3\] hold other parameters than ranks \[1, 2\] after the same"):
+        agree([one, other, other, one])
+    assert agree([one, other, other]) == Agreement(8, 1, (0,), diverged=(0,))
+
+
+def test_same_step_that_was_made_in_a_later_round_wins_over_what_most_hold() -> None:
+    """A member that was cut off has made the step with others, who have repeated it without that member."""
+    cut_off = MemberState(8, Validity.WHOLE, 2, 2, made=5)
+    assert agree([cut_off, cut_off, MemberState(8, Validity.WHOLE, 3, 3, made=6)]) == Agreement(8, 2, (0, 1))
+
+
+def test_parameters_of_the_most_win_where_all_values_differ() -> None:
+    told = [MemberState(8, Validity.WHOLE, d, p) for d, p in ((1, 5), (2, 6), (3, 6))]
+    assert agree(told) == Agreement(8, 1, (0, 2), diverged=(0, 2))
+
+
 def test_new_processes_alone_have_no_holder() -> None:
     assert agree([MemberState(0, Validity.NONE, 0)] * 2) == Agreement(0, None, ())
 
@@ -59,7 +79,9 @@ def test_afterwards_all_hold_the_newest_whole_state_of_any(told: list[MemberStat
     try:
         found = agree(told)
     except NoState:
-        assert all(s.validity <= Validity.NONE for s in told)
+        usable = [s for s in told if s.validity > Validity.NONE]
+        newest = Counter(s.parameters for s in usable if s.version == max(s.version for s in usable))
+        assert newest[0] == newest[1]  # with no usable state, both are 0
         return
     if found.holder is None:
         assert all(s.validity is Validity.NONE for s in told)

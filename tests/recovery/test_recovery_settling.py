@@ -37,9 +37,10 @@ class Others:
         self.told: list[MemberShard] = []
 
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
-        step, made, validity, shard, digest = values
-        self.told.append(MemberShard(step, made, Validity(validity), shard, digest))
-        return [tuple(values), *((h.step, h.made, int(h.validity), h.shard, h.digest) for h in self.others)]
+        step, made, validity, shard, digest, parameters = values
+        self.told.append(MemberShard(step, made, Validity(validity), shard, digest, parameters))
+        others = ((h.step, h.made, int(h.validity), h.shard, h.digest, h.parameters) for h in self.others)
+        return [tuple(values), *others]
 
 
 def member(mesh: Any, others: Others) -> ShardedState:

@@ -1,5 +1,7 @@
 """Who gives which shard to whom: examples by hand, and random members against the definition."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,6 +72,14 @@ def test_new_job_starts_from_the_shards_that_the_scripts_made() -> None:
 def test_other_parameters_after_the_same_step_are_named_and_corrected() -> None:
     members = [held(5, 0), held(5, 1), held(5, 0, digest=8), held(5, 1)]
     assert plan_transfers(members, 2) == ShardTransferPlan(5, 1, ((2, 0),), (2,))
+
+
+def test_holders_of_a_shard_that_differ_in_its_parameters_are_no_state_unless_most_hold_the_same() -> None:
+    members = [replace(held(5, 0, digest=d), parameters=d) for d in (7, 8, 8)]
+    assert plan_transfers(members[:2], 1) is None
+    assert plan_transfers(members, 1) == ShardTransferPlan(5, 1, ((0, 1),), (0,))
+    older = [held(4, 0)]
+    assert plan_transfers([*members[:2], *older], 1) == ShardTransferPlan(4, 1, ((0, 2), (1, 2)))
 
 
 def test_several_receivers_of_a_shard_take_it_from_several_givers() -> None:

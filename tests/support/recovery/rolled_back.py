@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, Weig
 from everstep.checkpoint.state.capture import apply, capture
 from everstep.data import ElasticLoader
 from everstep.data.plan.assignment import World
-from everstep.recovery.digests import content, state_digest
+from everstep.recovery.digests import content, state_digests
 from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.rollback.rollback import Rollback
 from everstep.recovery.transfer.agreement import MemberState, agree
@@ -392,7 +392,7 @@ def _feed(kind: str, seed: int, rank: int, size: int) -> Feed:
 def settle(members: Sequence[Member], qualities: Sequence[Validity], size: int) -> None:
     """What a round of `size` ranks does. Raises `NoState`."""
     told = [
-        MemberState(m.number, q, state_digest(m.state) if q > Validity.NONE else 0)
+        MemberState(m.number, q, *(state_digests(m.state) if q > Validity.NONE else (0, 0)))
         for m, q in zip(members, qualities, strict=True)
     ]
     found = agree(told)

@@ -28,9 +28,10 @@ CHUNK: Final = 2**20  # numbers that are summed at a time: 8 MiB of weights, and
 OWN = ("data", STATE, SWITCHES, BUCKETS)  # the session's own entries, on which members agree separately
 
 
-def state_digest(state: Mapping[str, Any]) -> int:
-    """A digest of 63 bits of the replicated state: parameters, optimizer state and values. It is the same on members
-    that agree. Buffers are left out, because each rank's BatchNorm has its own until the next forward pass."""
+def state_digests(state: Mapping[str, Any]) -> tuple[int, int]:
+    """Digests of 63 bits: of the replicated state (parameters, optimizer state and values), and of its parameters
+    alone. They are the same on members that agree. Buffers are left out, because each rank's BatchNorm has its own
+    until the next forward pass."""
     compared = {k: t for k, t in state.items() if k not in OWN and not settles_itself(t)}
     # Each rank has another part of a divided optimizer's state.
     compared |= {k: hyperparameters(t) for k, t in compared.items() if is_divided(t)}
@@ -41,10 +42,13 @@ def state_digest(state: Mapping[str, Any]) -> int:
     }  # fmt: skip
     listed = [(name, local(t)) for name, t in sorted(captured.tensors.items()) if name not in buffers]
     most = bytes_of_each([t for _, t in listed])
-    digest = xxhash.xxh3_64(json.dumps(captured.values, sort_keys=True).encode())
-    for _, tensor in listed:
-        digest.update(first_bytes(tensor, most))
-    return digest.intdigest() >> 1
+    digest, of_parameters = xxhash.xxh3_64(json.dumps(captured.values, sort_keys=True).encode()), xxhash.xxh3_64()
+    for name, tensor in listed:
+        first = first_bytes(tensor, most)
+        digest.update(first)
+        if name in captured.parameters:
+            of_parameters.update(first)
+    return digest.intdigest() >> 1, of_parameters.intdigest() >> 1
 
 
 def settles_itself(target: Any) -> bool:

@@ -35,6 +35,7 @@ from everstep.recovery.sharding.mesh import RecoverableMesh
 from everstep.recovery.transfer import divided_optimizers, replicated
 from everstep.recovery.transfer.divided_optimizers import NONE_DIVIDED, DividedOptimizers
 from everstep.recovery.transfer.replicated import Start
+from everstep.recovery.transfer.shard_transfer_plan import NEW
 from everstep.recovery.transfer.sharded import ShardedState
 from everstep.recovery.validity import Validity
 
@@ -59,6 +60,7 @@ class Recovery:
         self._divided = NONE_DIVIDED
         self._began: tuple[int, float] | None = None  # the present step, and when it began
         self._failures = 0  # how many of the program's collectives had failed when the step began
+        self._made = (0, NEW)  # completed steps, and the round in which they were made here or agreed on
         self._recent: deque[float] = deque(maxlen=RECENT)  # seconds that the newest steps took
 
     def start(self, most: int) -> None:
@@ -108,6 +110,7 @@ class Recovery:
             return False
         self.rollback.ended()
         step, sharded = self.rollback.step, self._sharded
+        self._made = (step + 1, self.round.number)
         return sharded is None or sharded.may_make(step) or self._all_make(step)
 
     @property
@@ -212,7 +215,9 @@ class Recovery:
             done, how = self._sharded.synchronize(step, validity, round_.number, start)
             self.round.open()
         else:
-            done, how = replicated.synchronize(self._state, self.members, step, validity, start, self._divided)
+            made = self._made[1] if self._made[0] == step else NEW
+            done, how = replicated.synchronize(self._state, self.members, step, validity, start, self._divided, made)
+            self._made = (done, round_.number)
         self.rollback.moved()
         # The new state has arrived. If a peer is lost from here on, this member must still return the new step number,
         # so the error is suppressed.

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from everstep.recovery.digests import state_digest
+from everstep.recovery.digests import state_digests
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.members import Members
 from everstep.recovery.state.gradients import Gradients
@@ -33,15 +33,17 @@ def synchronize(
     validity: Validity,
     start: Start,
     divided: DividedOptimizers = NONE_DIVIDED,
+    made: int = 0,
 ) -> tuple[int, str]:
     """Bring all members to the newest whole state. Returns the completed steps, and a text that says what was done.
-    Collective. Raises `PeerLost`, `TransferFailed`, and `NoState` if there is no whole state in memory or storage."""
-    digest = state_digest(state) if validity > Validity.NONE else 0
+    `made`: see `MemberState`. Collective. Raises `PeerLost`, `TransferFailed`, and `NoState` if there is no whole state
+    in memory or storage."""
+    digest, parameters = state_digests(state) if validity > Validity.NONE else (0, 0)
     mine = divided.partition
     usable = Validity.TORN if divided.spoiled else validity
-    gathered = members.gather((step, int(usable), digest, mine.parts, mine.part))
-    states = [MemberState(s, Validity(q), d) for s, q, d, _, _ in gathered]
-    partitions = [Partition(parts, part) for _, _, _, parts, part in gathered]
+    gathered = members.gather((step, int(usable), digest, parameters, made, mine.parts, mine.part))
+    states = [MemberState(s, Validity(q), d, p, m) for s, q, d, p, m, _, _ in gathered]
+    partitions = [Partition(parts, part) for *_, parts, part in gathered]
     new = Partition(members.world_size, members.rank)
     try:
         agreement = agree(states)
@@ -54,7 +56,7 @@ def synchronize(
         divided.spoiled = False
         return committed, "the last commit"
     holder, receivers = agreement.holder, agreement.receivers
-    if agreement.diverged:
+    if members.rank in (0, *agreement.diverged) and agreement.diverged:
         log.error(
             "ranks %s hold another state than rank %s after the same step %d; they take its state",
             agreement.diverged, holder, agreement.step,

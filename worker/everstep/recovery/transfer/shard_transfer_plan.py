@@ -8,6 +8,7 @@ one version, the newest whole one, or no member trains on from memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,14 +19,15 @@ NEW = -1  # made by the script, in no round
 
 @dataclass(frozen=True, slots=True)
 class MemberShard:
-    """One member: its version, the number of its shard, and a digest of its parameters. For a member that has voted
-    (`Validity.VOTED`) `made` is the round of the vote."""
+    """One member: its version, the number of its shard, and digests of its state and of the parameters in it. For a
+    member that has voted (`Validity.VOTED`) `made` is the round of the vote."""
 
     step: int
     made: int
     validity: Validity
     shard: int
     digest: int
+    parameters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ def fresh(members: Sequence[MemberShard]) -> bool:
 
 
 def plan_transfers(members: Sequence[MemberShard], shards: int) -> ShardTransferPlan | None:
-    """The plan for members given by rank; None if no version is whole among them."""
+    """The plan for members given by rank; None if no version is whole among them. A version is not whole either if
+    holders of a shard differ in its parameters, and none have those of the most: nobody knows which are right."""
     new = fresh(members)
     holders = [rank for rank, m in enumerate(members) if new or _trained(m)]
     versions = sorted({(members[rank].step, members[rank].made) for rank in holders}, reverse=True)
@@ -65,7 +68,7 @@ def plan_transfers(members: Sequence[MemberShard], shards: int) -> ShardTransfer
         for rank in holders:
             if (members[rank].step, members[rank].made) == version:
                 by_shard[members[rank].shard].append(rank)
-        if all(by_shard):
+        if all(by_shard) and not any(_is_split(members, of_shard) for of_shard in by_shard):
             return _transfers(members, by_shard, version)
     return None
 
@@ -81,7 +84,8 @@ def _transfers(
 ) -> ShardTransferPlan:
     transfers, diverged = [], []
     for shard, holders in enumerate(by_shard):
-        best = max(holders, key=lambda rank: (members[rank].validity, -rank))
+        votes = Counter(members[rank].parameters for rank in holders)
+        best = max(holders, key=lambda rank: (members[rank].validity, votes[members[rank].parameters], -rank))
         alike = [rank for rank in holders if members[rank] == members[best]]
         senders = _in_turn(alike)
         for rank in range(shard, len(members), len(by_shard)):
@@ -91,6 +95,12 @@ def _transfers(
             if same and rank not in alike and members[rank].validity is not Validity.NONE:
                 diverged.append(rank)
     return ShardTransferPlan(*version, tuple(sorted(transfers)), tuple(sorted(diverged)))
+
+
+def _is_split(members: Sequence[MemberShard], holders: Sequence[int]) -> bool:
+    """Whether the holders of a shard, who have trained, hold parameters of which none are those of the most."""
+    votes = Counter(members[rank].parameters for rank in holders if _trained(members[rank])).most_common(2)
+    return len(votes) == 2 and votes[0][1] == votes[1][1]
 
 
 def _in_turn(ranks: list[int]) -> Iterator[int]:

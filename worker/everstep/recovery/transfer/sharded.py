@@ -23,7 +23,7 @@ import xxhash
 
 from everstep.checkpoint.state.capture import apply, capture
 from everstep.checkpoint.state.sharding import is_sharded
-from everstep.recovery.digests import content, state_digest
+from everstep.recovery.digests import content, state_digests
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.members import Members
 from everstep.recovery.sharding import fsdp, tensor_parallel
@@ -264,7 +264,7 @@ class ShardedState:
         Collective. Raises `PeerLost`, and `NoState` if there is no whole state in memory or storage."""
         self._undoes = False
         # A new state has a digest too, because scripts may have drawn different random numbers.
-        shards = self._gather(self._member(step, validity, state_digest(self._state)))
+        shards = self._gather(self._member(step, validity, *state_digests(self._state)))
         plan = shard_transfer_plan.plan_transfers(shards, self.mesh.shards)
         if plan is None:
             return self._from_storage(shards, round_, start), "no state was whole in memory"
@@ -300,25 +300,27 @@ class ShardedState:
     def answer_undecided(self, step: int, validity: Validity) -> None:
         """Tell members that voted for a step whether it was made, until none of them asks. Collective, and the first
         collective of a round: those members begin with `decided`."""
-        mine = self._member(step, validity, 0)
+        mine = self._member(step, validity)
         while shard_transfer_plan.undecided(self._gather(mine)):
             pass  # it has its answer now, ends its step, and asks again
 
-    def _member(self, step: int, validity: Validity, digest: int) -> MemberShard:
+    def _member(self, step: int, validity: Validity, digest: int = 0, parameters: int = 0) -> MemberShard:
         made = self._made[1] if self._made[0] == step else NEW
-        return MemberShard(step, made, Validity.TORN if self._spoiled else validity, self.holds, digest)
+        return MemberShard(step, made, Validity.TORN if self._spoiled else validity, self.holds, digest, parameters)
 
     def _gather(self, mine: MemberShard) -> list[MemberShard]:
-        gathered = self._members.gather((mine.step, mine.made, int(mine.validity), mine.shard, mine.digest))
+        gathered = self._members.gather(
+            (mine.step, mine.made, int(mine.validity), mine.shard, mine.digest, mine.parameters)
+        )
         return [
-            MemberShard(step, made, Validity(validity), shard, digest)
-            for step, made, validity, shard, digest in gathered
+            MemberShard(step, made, Validity(validity), shard, digest, parameters)
+            for step, made, validity, shard, digest, parameters in gathered
         ]
 
     def _from_storage(self, shards: list[MemberShard], round_: int, start: Callable[[], int | None]) -> int:
         gone = shard_transfer_plan.missing(shards, self.mesh.shards)
         log.error("no state is whole among %d members (missing shards: %s): the last commit is what there is",
-                  len(shards), ", ".join(map(str, gone)) or "none, but of several versions")  # fmt: skip
+                  len(shards), ", ".join(map(str, gone)) or "none, but of other versions or parameters")  # fmt: skip
         self._spoiled = True  # this holds for a new state too: a shard may be replaced by now
         self._fill(None)
         step = start()
