@@ -164,6 +164,11 @@ def newest_api_server() -> None:
 
 
 @pytest.fixture(scope="session")
+def newest_scheduler() -> None:
+    """The scheduler of the newest."""
+
+
+@pytest.fixture(scope="session")
 def prometheus_programs() -> Path:
     """Folder of `prometheus` and `promtool`. Whoever starts one asks for it: it is built before the first test."""
     return programs.prometheus()

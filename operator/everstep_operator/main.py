@@ -98,6 +98,7 @@ class Operator:
             rng=rng,
             relisted=metrics.relisted,
             network_policies=settings.job_network_policies,
+            pod_groups=settings.pod_groups,
             namespaces=settings.watch_namespaces,
             nodes=settings.read_nodes,
         )
@@ -149,6 +150,7 @@ class Operator:
                 settings.report_url,
                 settings.checkpoint_url_prefixes,
                 network_policies=settings.job_network_policies,
+                pod_groups=frozenset(settings.pod_groups),
             ),
             metrics=metrics,
             pod_events=PodEvents(clients.watches, clock),

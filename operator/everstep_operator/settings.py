@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from everstep.contract import redact
 from everstep.contract.addresses import host_and_port
 from everstep_operator import object_names
+from everstep_operator.api.types import GangScheduler
 from everstep_operator.errors import TerminalError
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -69,6 +70,10 @@ VARIABLES = (
         "whether each job gets a NetworkPolicy, by which only its own pods reach its workers",
         "false",
         ("true", "false"),
+    ),
+    Variable(
+        "EVERSTEP_POD_GROUPS",
+        f"schedulers whose PodGroups jobs may have, separated by commas: {', '.join(GangScheduler)}; empty: none",
     ),
     Variable(
         "EVERSTEP_WATCH_NAMESPACES",
@@ -147,6 +152,7 @@ class OperatorSettings:
     lease_seconds: int
     workers: int
     log_level: str
+    pod_groups: tuple[GangScheduler, ...] = ()
     page_port: int | None = None  # None: there is no page
     watch_namespaces: tuple[str, ...] = ()  # whose jobs are run; empty: all
     read_nodes: bool = True
@@ -196,6 +202,7 @@ class OperatorSettings:
             report_url=sources.text("EVERSTEP_REPORT_URL"),
             checkpoint_url_prefixes=_listed(sources, "EVERSTEP_CHECKPOINT_URL_PREFIXES", "any URL"),
             job_network_policies=switch("EVERSTEP_JOB_NETWORK_POLICIES"),
+            pod_groups=_pod_groups(sources),
             lease_seconds=number("EVERSTEP_LEASE_SECONDS", 3, 120),
             workers=number("EVERSTEP_WORKERS", 1, 1024),
             log_level=level.upper(),
@@ -220,6 +227,15 @@ def _listed(sources: Sources, name: str, without: str) -> tuple[str, ...]:
             f"{without}"
         )
     return listed
+
+
+def _pod_groups(sources: Sources) -> tuple[GangScheduler, ...]:
+    name = "EVERSTEP_POD_GROUPS"
+    names = tuple(dict.fromkeys(_listed(sources, name, "no PodGroups")))
+    for each in names:
+        if each not in tuple(GangScheduler):
+            raise SettingsError(f"{sources.source_of(name)}: {each!r} is not one of {', '.join(GangScheduler)}")
+    return tuple(map(GangScheduler, names))
 
 
 def _namespaces(sources: Sources) -> tuple[str, ...]:

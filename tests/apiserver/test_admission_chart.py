@@ -260,6 +260,23 @@ def test_jobs_have_policies_and_the_operator_the_right_to_them_where_the_chart_s
     assert (settings.job_network_policies, "networkpolicies" in granted) == (made, made)
 
 
+def test_operator_makes_pod_groups_of_the_schedulers_that_the_chart_lists_and_has_the_right_to_no_others(
+    helm: Any,
+) -> None:
+    def groups(*flags: str) -> tuple[tuple[str, ...], list[list[str]]]:
+        objects = _objects(helm, *flags)
+        (container,) = _only(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+        settings = OperatorSettings.from_env({v["name"]: v.get("value", "x") for v in container["env"]})
+        rules = [rule for rule in _only(objects, "ClusterRole")["rules"] if rule.get("resources") == ["podgroups"]]
+        return settings.pod_groups, [rule["apiGroups"] for rule in rules]
+
+    assert groups() == ((), [])
+    assert groups("--set", "podGroups={Volcano,Kubernetes}") == (
+        ("Volcano", "Kubernetes"), [["scheduling.volcano.sh"], ["scheduling.k8s.io"]],
+    )  # fmt: skip
+    assert groups("--set", "podGroups={Coscheduling}") == (("Coscheduling",), [["scheduling.x-k8s.io"]])
+
+
 @pytest.mark.parametrize("on", [False, True])
 def test_page_has_its_port_service_rule_and_right_where_the_chart_says_so_and_nowhere_else(helm: Any, on: bool) -> None:
     flags = ("--set", "page.enabled=true") if on else ()

@@ -43,6 +43,11 @@ SIDE_CAR = {"name": "logs", "image": "x"}
 # name of the case -> (changes, what the message names)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "case_09_host_network": (_pod(hostNetwork=True), "must not be set (chart value policy.allowHostNetwork)"),
+    "pod_group_of_a_scheduler_that_is_not_listed": (
+        {"scheduling": {"podGroup": {"scheduler": "Volcano"}}},
+        "spec.scheduling.podGroup.scheduler Volcano: this installation makes PodGroups of no scheduler (chart value "
+        "podGroups)",
+    ),
     "case_09_host_network_as_text": (_pod(hostNetwork="true"), "spec.template.spec.hostNetwork"),
     "case_09_host_pid": (_pod(hostPID=True), "spec.template.spec.hostPID"),
     "case_09_host_ipc": (_pod(hostIPC=True), "spec.template.spec.hostIPC"),
@@ -377,6 +382,7 @@ def test_chart_values_widen_and_narrow_the_policy(guarded: Any, helm: Any) -> No
         *("--set-json", 'policy.allowedSchedulerNames=["", "volcano"]'),
         *("--set-json", 'policy.allowedRuntimeClassNames=["*"]'),
         *("--set", "policy.allowHostNetwork=true"),
+        *("--set", "podGroups={Volcano,Kubernetes}"),
     )
     applied = plane.kubectl("apply", "-f", "-", input=changed)
     assert applied.returncode == 0, applied.stderr
@@ -386,6 +392,8 @@ def test_chart_values_widen_and_narrow_the_policy(guarded: Any, helm: Any) -> No
     chosen = {"nodeName": "n1", "tolerations": everything, "schedulerName": "volcano", "runtimeClassName": "kata"}
     assert not _refused(guarded, {**allowed, **_pod(**chosen)})
     assert not _refused(guarded, {**allowed, **_pod(hostNetwork=True)})
+    assert not _refused(guarded, {**allowed, "scheduling": {"podGroup": {"scheduler": "Volcano"}}})
+    assert _refused(guarded, {**allowed, "scheduling": {"podGroup": {"scheduler": "Coscheduling"}}})
     assert _refused(guarded, {**allowed, **_pod(nodeName="n2")})
     assert _refused(guarded, {**allowed, **_pod(schedulerName="default-scheduler")})
     assert _refused(guarded, _pod(serviceAccountName="trainer"))  # without the class that all have to have

@@ -18,7 +18,8 @@ from everstep_operator import object_names
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec
 from everstep_operator.api.status import Status
-from everstep_operator.plan.actions import CreateNetworkPolicy
+from everstep_operator.api.types import GangScheduler
+from everstep_operator.plan.actions import CreateNetworkPolicy, CreatePodGroup
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.render import pods
 from everstep_operator.plan.snapshot import JobView, Settings, Snapshot
@@ -557,3 +558,37 @@ def test_worker_with_its_nodes_network_finds_the_clusters_services(fields: dict[
     template["spec"] |= fields
     body = pods.agent_pod(job(template, rendezvous={"backend": "everstep"}), 0, 0, SETTINGS)
     assert body["spec"].get("dnsPolicy") == policy
+
+
+@pytest.mark.parametrize(
+    ("named", "scheduler"), [(None, "volcano"), ("volcano-of-the-night", "volcano-of-the-night"), ("", "volcano")]
+)
+def test_worker_in_a_group_of_volcano_is_placed_by_it_unless_the_template_names_another_scheduler(
+    named: str | None, scheduler: str
+) -> None:
+    template = copy.deepcopy(TEMPLATE)
+    template["spec"] |= {} if named is None else {"schedulerName": named}
+    asked = {"podGroup": {"scheduler": "Volcano"}}
+    body = pods.agent_pod(job(template, rendezvous={"backend": "everstep"}, scheduling=asked), 0, 0, SETTINGS)
+    assert body["spec"]["schedulerName"] == scheduler
+
+
+def test_group_of_a_job_has_the_priority_of_its_pods_where_the_scheduler_compares_groups() -> None:
+    template = copy.deepcopy(TEMPLATE)
+    template["spec"]["priorityClassName"] = "urgent"
+
+    def spec(scheduler: GangScheduler) -> dict[str, Any]:
+        asked = job(template, scheduling={"podGroup": {"scheduler": scheduler}})
+        (made,) = (
+            action.body
+            for action in plan(Snapshot(NOW, asked, settings=Settings(pod_groups=frozenset(GangScheduler)))).actions
+            if isinstance(action, CreatePodGroup)
+        )
+        return dict(made["spec"])
+
+    assert spec(GangScheduler.VOLCANO) == {"minMember": 2, "priorityClassName": "urgent"}
+    assert spec(GangScheduler.COSCHEDULING) == {"minMember": 2}
+    assert spec(GangScheduler.KUBERNETES) == {
+        "schedulingPolicy": {"gang": {"minCount": 2}},
+        "priorityClassName": "urgent",
+    }

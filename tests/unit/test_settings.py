@@ -37,6 +37,7 @@ def test_prefixes_are_split_and_trimmed() -> None:
         ("EVERSTEP_LEASE_SECONDS", "-6"),
         ("EVERSTEP_WORKERS", "0"),
         ("EVERSTEP_LOG_LEVEL", "chatty"),
+        ("EVERSTEP_POD_GROUPS", "volcano"),
     ],
 )
 def test_wrong_value_is_refused_by_the_name_of_its_variable(name: str, value: str) -> None:
@@ -68,6 +69,7 @@ def test_namespaces_that_cannot_be_watched_are_refused(value: str, why: str) -> 
     [
         ("EVERSTEP_WATCH_NAMESPACES", "--watch-namespaces"),
         ("EVERSTEP_CHECKPOINT_URL_PREFIXES", "--checkpoint-url-prefixes"),
+        ("EVERSTEP_POD_GROUPS", "--pod-groups"),
     ],
 )
 def test_list_of_nothing_is_refused_and_does_not_mean_all(name: str, flag: str, value: str) -> None:
@@ -76,7 +78,7 @@ def test_list_of_nothing_is_refused_and_does_not_mean_all(name: str, flag: str, 
     with pytest.raises(SettingsError, match=f"^{flag}: '{value}' names nothing"):
         OperatorSettings.from_env({}, {name: value})
     empty = OperatorSettings.from_env({name: ""})
-    assert (empty.watch_namespaces, empty.checkpoint_url_prefixes) == ((), ())
+    assert (empty.watch_namespaces, empty.checkpoint_url_prefixes, empty.pod_groups) == ((), (), ())
 
 
 def test_switch_that_is_neither_true_nor_false_is_refused() -> None:

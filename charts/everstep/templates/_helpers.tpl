@@ -120,6 +120,11 @@ Honor
   resources: [networkpolicies]
   verbs: [get, list, watch, create, delete]
 {{- end }}
+{{- range .Values.podGroups }}
+- apiGroups: [{{ get (dict "Kubernetes" "scheduling.k8s.io" "Coscheduling" "scheduling.x-k8s.io" "Volcano" "scheduling.volcano.sh") . }}]
+  resources: [podgroups]
+  verbs: [get, list, watch, create, patch, delete] # patch: the smallest number of pods
+{{- end }}
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [get, create, update] # the rendezvous document of a job, by its name; they are never listed

@@ -21,9 +21,16 @@ from everstep_local.plan import saved_snapshot
 from everstep_local.run.job_file import Overrides, Prepared, load
 from everstep_local.run.manifest import JobFileError
 from everstep_operator.api.base import SpecError
+from everstep_operator.api.types import GangScheduler
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.main import JOBS
-from everstep_operator.plan.actions import CreateDisruptionBudget, CreateNetworkPolicy, CreatePod, CreateService
+from everstep_operator.plan.actions import (
+    CreateDisruptionBudget,
+    CreateNetworkPolicy,
+    CreatePod,
+    CreatePodGroup,
+    CreateService,
+)
 from everstep_operator.plan.planner import plan
 from everstep_operator.runtime.clock import SystemClock
 
@@ -68,7 +75,10 @@ async def _objects(job: Prepared, namespace: str | None) -> list[dict[str, Any]]
         await client.create(JOBS, namespace, body)
         read = await saved_snapshot.read_objects(client, namespace, job.name, now=CREATED, cluster="")
         seen = saved_snapshot.snapshot(read)
-        seen = replace(seen, settings=replace(seen.settings, network_policies=True))  # as the chart has it
+        # A chart may be installed so.
+        seen = replace(
+            seen, settings=replace(seen.settings, network_policies=True, pod_groups=frozenset(GangScheduler))
+        )
     except (KubeError, SpecError) as e:
         raise JobFileError(f"{job.name}: a cluster would refuse this job: {e}") from e
     decided = plan(seen)
@@ -76,7 +86,7 @@ async def _objects(job: Prepared, namespace: str | None) -> list[dict[str, Any]]
         action.body
         for stage in decided.stages
         for action in stage.actions
-        if isinstance(action, CreateService | CreateDisruptionBudget | CreateNetworkPolicy | CreatePod)
+        if isinstance(action, CreateService | CreateDisruptionBudget | CreateNetworkPolicy | CreatePodGroup | CreatePod)
     ]
     if not created:
         raise JobFileError(f"{job.name}: the operator would create nothing: {decided.reason}")

@@ -18,11 +18,12 @@ from everstep.contract.document import DocumentInvalid, decode
 from everstep_operator import object_names
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec
+from everstep_operator.api.types import GangScheduler
 from everstep_operator.controller import observe
 from everstep_operator.controller.progress import JobProgress
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import Forbidden, NotFound
-from everstep_operator.kube.resources import CONFIGMAPS, NODES, PDBS, PODS, SERVICES, Resource
+from everstep_operator.kube.resources import CONFIGMAPS, NODES, PDBS, POD_GROUPS, PODS, SERVICES, Resource
 from everstep_operator.kube.wire import (
     ConfigMap,
     KubeObject,
@@ -36,7 +37,7 @@ from everstep_operator.kube.wire import (
     to_body,
 )
 from everstep_operator.main import JOBS
-from everstep_operator.plan.snapshot import NodeHealth, NodeView, Snapshot
+from everstep_operator.plan.snapshot import NodeHealth, NodeView, Settings, Snapshot
 from everstep_operator.plan.state import pod_hash
 from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.agent_lookup import BACKEND, rendezvous_backend
@@ -66,6 +67,7 @@ class JobObjects(Wire, frozen=True, kw_only=True):
     nodes_hidden: bool = False  # the user who took it may not read nodes
     service: Service | None = None
     budget: PodDisruptionBudget | None = None
+    pod_group: Unstructured | None = None
     rounds: ConfigMap | None = None
 
 
@@ -91,6 +93,7 @@ async def read_objects(client: KubeClient, namespace: str, name: str, *, now: da
         nodes_hidden=hidden,
         service=await _own(client, SERVICES, namespace, object_names.service_name(name), uid),
         budget=await _own(client, PDBS, namespace, object_names.service_name(name), uid),
+        pod_group=await _pod_group(client, namespace, job),
         rounds=await _own(client, CONFIGMAPS, namespace, config_map_name(name), uid),
     )
 
@@ -107,6 +110,18 @@ async def _nodes(client: KubeClient, pods: tuple[Pod, ...]) -> tuple[tuple[Node,
     return tuple(nodes), False
 
 
+async def _pod_group(client: KubeClient, namespace: str, job: Unstructured) -> Unstructured | None:
+    """The PodGroup for which the job asks, if it is there and may be read."""
+    scheduler = ((job.spec.get("scheduling") or {}).get("podGroup") or {}).get("scheduler")
+    if scheduler not in POD_GROUPS:
+        return None
+    try:
+        name = object_names.service_name(job.metadata.name)
+        return await _own(client, POD_GROUPS[scheduler], namespace, name, job.metadata.uid)
+    except Forbidden:
+        return None
+
+
 async def _own(client: KubeClient, resource: Resource[T], namespace: str, name: str, uid: str) -> T | None:
     try:
         candidate = await client.get(resource, namespace, name)
@@ -120,6 +135,8 @@ def snapshot(objects: JobObjects) -> Snapshot:
     job = observe.job_view(objects.job)
     pods = tuple(worker for pod in objects.pods if (worker := observe.worker_pod(pod)) is not None)
     nodes = {node.metadata.name: observe.node_view(node) for node in objects.nodes}
+    group = job.spec.pod_group
+    seen = None if group is None else observe.pod_group_view(objects.pod_group, job.uid, group.scheduler)
     if objects.nodes_hidden:
         nodes = {pod.node: NodeView(pod.node, NodeHealth.READY) for pod in pods if pod.node}
     return Snapshot(
@@ -130,6 +147,8 @@ def snapshot(objects: JobObjects) -> Snapshot:
         disruption_budget=observe.disruption_budget_view(objects.budget, job.uid)
         if objects.budget is not None
         else None,
+        pod_groups=() if seen is None else (seen,),
+        settings=Settings(pod_groups=frozenset(GangScheduler)),  # whoever asks may not read what the operator makes
         nodes=nodes,
         fleet=None,
         progress=JobProgress(job.status, objects.taken_at).snapshot(),

@@ -32,6 +32,7 @@ def _optional(field: str, parent: str = "") -> str:
 # `self` and `oldSelf` are the spec.
 IMMUTABLE: tuple[Check, ...] = (
     _while_running(".rendezvous", "self.rendezvous == oldSelf.rendezvous"),
+    _while_running(".scheduling", _optional("scheduling")),
     _while_running(".checkpoint.url", _optional("url", "checkpoint")),
     _while_running(  # with it should_save is a collective of all ranks in each step
         ".checkpoint.onPreemption",

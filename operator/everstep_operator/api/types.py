@@ -50,6 +50,14 @@ class SuccessPolicy(StrEnum):
     WORKER_0 = "Worker0"
 
 
+class GangScheduler(StrEnum):
+    """The scheduler that places the workers of a job together or not at all."""
+
+    KUBERNETES = "Kubernetes"
+    COSCHEDULING = "Coscheduling"
+    VOLCANO = "Volcano"
+
+
 class SecretRef(ApiModel):
     """A Secret in the job's namespace."""
 
@@ -184,6 +192,49 @@ class Rendezvous(ApiModel):
     )
 
 
+class PodGroup(ApiModel):
+    """All pods of the job are one PodGroup: no worker starts before as many can as the smallest size of the job has."""
+
+    scheduler: GangScheduler = Field(
+        description="Kubernetes: the scheduler of Kubernetes 1.37 and later, with the feature gate GenericWorkload. "
+        "Coscheduling: the plug-in of scheduler-plugins; name a scheduler that has it in the template's schedulerName. "
+        "Volcano: `volcano` is the scheduler unless the template names another one. The operator makes PodGroups of "
+        "those that the chart value podGroups lists.",
+    )
+    queue: ObjectName | None = Field(default=None, description="The queue of Volcano; absent: its own default.")
+    schedule_timeout_seconds: Annotated[Int32, Field(ge=1, le=86_400)] | None = Field(
+        default=None,
+        description="Seconds for which Coscheduling keeps the places of the first pods while the others have none; "
+        "absent: its own default.",
+    )
+
+    CHECKS: ClassVar[tuple[Check, ...]] = (
+        Check(
+            cel="!has(self.queue) || self.scheduler == 'Volcano'",
+            message="spec.scheduling.podGroup.queue is one of Volcano's; give it with scheduler: Volcano, or leave it "
+            "out",
+            field=".queue",
+            holds=lambda g: g.queue is None or g.scheduler is GangScheduler.VOLCANO,
+        ),
+        Check(
+            cel="!has(self.scheduleTimeoutSeconds) || self.scheduler == 'Coscheduling'",
+            message="spec.scheduling.podGroup.scheduleTimeoutSeconds is known to Coscheduling alone; give it with "
+            "scheduler: Coscheduling, or leave it out",
+            field=".scheduleTimeoutSeconds",
+            holds=lambda g: g.schedule_timeout_seconds is None or g.scheduler is GangScheduler.COSCHEDULING,
+        ),
+    )
+
+
+class Scheduling(ApiModel):
+    """How a scheduler places the workers, beyond what the template says of each pod."""
+
+    pod_group: PodGroup | None = Field(
+        default=None,
+        description="The PodGroup of the job; absent: none, each worker is placed by itself.",
+    )
+
+
 class Checkpoint(ApiModel):
     """Where and how often the training state is committed. Absent: the script saves its state itself."""
 
@@ -253,6 +304,9 @@ class TrainingJobSpec(ApiModel):
         "resources that it does not know, auto is refused. (torchrun's own auto counts CPUs.)",
     )
     rendezvous: Rendezvous = section(Rendezvous, "How the workers find each other.")
+    scheduling: Scheduling | None = Field(
+        default=None, description="How workers are placed together; absent: each by itself."
+    )
     checkpoint: Checkpoint | None = Field(default=None, description="Where the training state is committed.")
     recovery: Recovery = section(Recovery, "What happens after a loss.")
     suspend: Bool = Field(default=False, description="True: no pods. False: continue from the last commit.")
@@ -375,6 +429,11 @@ class TrainingJobSpec(ApiModel):
                 problem = f"auto finds {count} devices, and a worker has at most {MAX_PROCESSES} processes"
                 raise FieldError(".processesPerReplica", problem)
         return self
+
+    @property
+    def pod_group(self) -> PodGroup | None:
+        """`scheduling.podGroup`, if it is given."""
+        return None if self.scheduling is None else self.scheduling.pod_group
 
     def processes(self) -> int:
         """The number of training processes of a worker. `auto` is the number of devices that the worker container

@@ -10,10 +10,10 @@ operator.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 from everstep.contract.document import Sizes
 from everstep_operator import object_names
@@ -29,7 +29,7 @@ from everstep_operator.kube.errors import (
     Operation,
     Rejected,
 )
-from everstep_operator.kube.resources import NETWORK_POLICIES, PDBS, PODS, SERVICES, Resource
+from everstep_operator.kube.resources import NETWORK_POLICIES, PDBS, POD_GROUPS, PODS, SERVICES, Resource
 from everstep_operator.kube.wire import KubeObject, Unstructured, controller_of, controller_uid
 from everstep_operator.plan.actions import (
     Action,
@@ -37,12 +37,15 @@ from everstep_operator.plan.actions import (
     CreateDisruptionBudget,
     CreateNetworkPolicy,
     CreatePod,
+    CreatePodGroup,
     CreateService,
     DeleteDisruptionBudget,
     DeleteJob,
     DeleteNetworkPolicy,
     DeletePod,
+    DeletePodGroup,
     DeleteService,
+    PatchPodGroup,
     SetSizes,
 )
 from everstep_operator.plan.snapshot import JobView
@@ -55,6 +58,12 @@ from everstep_operator.runtime.write_limit import LimitedCallOutcome, NotBegun, 
 from everstep_operator.worker_pods import Key
 
 T = TypeVar("T", bound=KubeObject)
+_KINDS: Mapping[type, Resource[Any]] = {
+    CreateService: SERVICES, DeleteService: SERVICES,
+    CreateDisruptionBudget: PDBS, DeleteDisruptionBudget: PDBS,
+    CreateNetworkPolicy: NETWORK_POLICIES, DeleteNetworkPolicy: NETWORK_POLICIES,
+}  # fmt: skip
+_OBJECTS = (StageName.NETWORK, StageName.GUARD, StageName.GANG)  # stages of objects beside the pods
 CREATE_SECONDS = 2.0  # no create of a pass begins later: a create may take seconds, and a job may have thousands
 
 
@@ -159,7 +168,11 @@ class Applier:
                     WriteLane.CREATE, _flow(job), [partial(begun, call) for call in calls], stop=stop
                 )
             case name:
-                lane = WriteLane.CREATE if name in (StageName.NETWORK, StageName.GUARD) else WriteLane.CHANGE
+                lane = (
+                    WriteLane.CREATE
+                    if name in (StageName.NETWORK, StageName.GUARD, StageName.GANG)
+                    else WriteLane.CHANGE
+                )
                 return await self._limit.run(lane, _flow(job), calls, stop=lambda: False)
 
     async def _carry_out(self, job: JobView, action: Action, refusals: _Refusals) -> bool:
@@ -168,20 +181,19 @@ class Applier:
         match action:
             case CreatePod():
                 return await self._create_pod(job, action, refusals)
-            case CreateService():
-                return await self._create(SERVICES, job, action.name, action.body, refusals)
-            case CreateDisruptionBudget():
-                return await self._create(PDBS, job, action.name, action.body, refusals)
-            case CreateNetworkPolicy():
-                return await self._create(NETWORK_POLICIES, job, action.name, action.body, refusals)
-            case DeleteNetworkPolicy():
-                await self._delete(NETWORK_POLICIES, job, action.name, action.uid)
-            case DeleteDisruptionBudget():
-                await self._delete(PDBS, job, action.name, action.uid)
+            case CreateService() | CreateDisruptionBudget() | CreateNetworkPolicy():
+                return await self._create(_KINDS[type(action)], job, action.name, action.body, refusals)
+            case DeleteService() | DeleteDisruptionBudget() | DeleteNetworkPolicy():
+                await self._delete(_KINDS[type(action)], job, action.name, action.uid)
+            case CreatePodGroup():
+                return await self._create_pod_group(job, action, refusals)
+            case PatchPodGroup():
+                body = {"metadata": {"uid": action.uid}, "spec": action.spec}
+                await self._client.merge_patch(POD_GROUPS[action.scheduler], job.namespace, action.name, body)
+            case DeletePodGroup():
+                await self._delete(POD_GROUPS[action.scheduler], job, action.name, action.uid)
             case DeletePod():
                 await self._delete_pod(job, action)
-            case DeleteService():
-                await self._delete(SERVICES, job, action.name, action.uid)
             case DeleteJob():
                 # A rerun that somebody asks for in this moment must not be lost with the job.
                 await self._delete(self._jobs, job, job.name, action.uid, version=job.resource_version)
@@ -205,6 +217,15 @@ class Applier:
         if not created:
             self._expectations.cancel_creation(key, action.name)
         return created
+
+    async def _create_pod_group(self, job: JobView, action: CreatePodGroup, refusals: _Refusals) -> bool:
+        kind = POD_GROUPS[action.scheduler]
+        try:
+            return await self._create(kind, job, action.name, action.body, refusals)
+        except NotFound:
+            problem = f"this cluster does not serve {kind.api_version}, which comes with {action.scheduler}"
+            refusals.objects[f"{kind.kind} {action.name}"] = problem
+            return False
 
     async def _create(
         self, resource: Resource[T], job: JobView, name: str, body: dict[str, object], refusals: _Refusals

@@ -7,14 +7,14 @@ would take all of them for lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from everstep.contract import labels
 from everstep_operator.controller import fleet
 from everstep_operator.kube.client import KubeClient
-from everstep_operator.kube.resources import NETWORK_POLICIES, NODES, PDBS, PODS, SERVICES, Resource
+from everstep_operator.kube.resources import NETWORK_POLICIES, NODES, PDBS, POD_GROUPS, PODS, SERVICES, Resource
 from everstep_operator.kube.wire import (
     KubeObject,
     NetworkPolicy,
@@ -45,6 +45,7 @@ class Caches:
     nodes: Informer[Node] | None  # None: the operator has no right to list them
     budgets: Informers[PodDisruptionBudget]
     policies: Informers[NetworkPolicy] | None  # None: jobs have none, and the operator has no right to list them
+    pod_groups: Mapping[str, Informers[Unstructured]]  # by the scheduler; of others the operator has no right
 
     @classmethod
     def of(
@@ -56,6 +57,7 @@ class Caches:
         rng: Random,
         relisted: Callable[[str], None],
         network_policies: bool = False,
+        pod_groups: Collection[str] = (),
         namespaces: tuple[str, ...] = (),
         nodes: bool = True,
     ) -> Caches:
@@ -77,6 +79,7 @@ class Caches:
             nodes=Informer(client, NODES, indexers={SUSPECT: _is_suspect}, **common) if nodes else None,
             budgets=informers(PDBS, label_selector=ours),
             policies=informers(NETWORK_POLICIES, label_selector=ours) if network_policies else None,
+            pod_groups={name: informers(POD_GROUPS[name], label_selector=ours) for name in sorted(pod_groups)},
         )
 
     async def run(self) -> None:
@@ -121,7 +124,8 @@ class Caches:
 
     def _of(self, namespace: str | None) -> Iterator[Informer[Any]]:
         """Those of one namespace; that of jobs is the last one."""
-        for informers in (self.pods, self.services, self.budgets, self.policies, self.jobs):
+        groups = self.pod_groups.values()
+        for informers in (self.pods, self.services, self.budgets, self.policies, *groups, self.jobs):
             if informers is not None:
                 yield informers.of(namespace)
 

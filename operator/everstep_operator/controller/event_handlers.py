@@ -37,6 +37,8 @@ class EventHandlers:
         caches.budgets.add_handler(self._owned)
         if caches.policies is not None:
             caches.policies.add_handler(self._owned)
+        for groups in caches.pod_groups.values():
+            groups.add_handler(self._owned)
         if caches.nodes is not None:
             caches.nodes.add_handler(self._node)
 
@@ -68,7 +70,9 @@ class EventHandlers:
         if worker is not None and job_uid is not None:
             self._rounds.withdraw_pod(job_uid, Worker(pod.metadata.uid, worker.index, worker.incarnation))
 
-    def _owned(self, delta: Delta[Service] | Delta[PodDisruptionBudget] | Delta[NetworkPolicy]) -> None:
+    def _owned(
+        self, delta: Delta[Service] | Delta[PodDisruptionBudget] | Delta[NetworkPolicy] | Delta[Unstructured]
+    ) -> None:
         if (key := owner_key(delta.object)) is not None:
             self._queue.add(key)
 

@@ -14,6 +14,7 @@ from everstep.contract import labels
 from everstep_operator.api.allowlist import checkpoint_url_refusal
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec, parse_status
+from everstep_operator.api.types import GangScheduler
 from everstep_operator.controller import node_notices, pod_start
 from everstep_operator.kube.wire import (
     Condition,
@@ -26,6 +27,7 @@ from everstep_operator.kube.wire import (
 )
 from everstep_operator.plan import times
 from everstep_operator.plan.render.network_policy import OPEN_PORTS
+from everstep_operator.plan.render.pod_group import MADE_OF, least_of
 from everstep_operator.plan.snapshot import (
     DisruptionBudgetView,
     Exit,
@@ -33,6 +35,7 @@ from everstep_operator.plan.snapshot import (
     NetworkPolicyView,
     NodeHealth,
     NodeView,
+    PodGroupView,
     PodPhase,
     WorkerPod,
 )
@@ -161,6 +164,15 @@ def network_policy_view(policy: NetworkPolicy | None, job_uid: str) -> NetworkPo
     if policy is None or controller_uid(policy.metadata) != job_uid:
         return None
     return NetworkPolicyView(policy.metadata.uid, policy.metadata.annotations.get(OPEN_PORTS))
+
+
+def pod_group_view(group: Unstructured | None, job_uid: str, scheduler: GangScheduler) -> PodGroupView | None:
+    """The view of a scheduler's group; None if it is not this job's."""
+    if group is None or controller_uid(group.metadata) != job_uid:
+        return None
+    meta = group.metadata
+    least, made_of = least_of(scheduler, group.spec), meta.annotations.get(MADE_OF)
+    return PodGroupView(scheduler, meta.uid, least, made_of, deleting=meta.deletion_timestamp is not None)
 
 
 def _is_true(condition: Condition | None) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
@@ -18,6 +18,7 @@ from everstep_operator.api.base import SpecError
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason, Rung
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Condition, Status
+from everstep_operator.api.types import GangScheduler
 from everstep_operator.controller import figures, fleet, observe
 from everstep_operator.controller.apply import Applied, Applier
 from everstep_operator.controller.caches import BY_OWNER, SUSPECT, Caches
@@ -31,7 +32,7 @@ from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Event, Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.render import recovery_record
-from everstep_operator.plan.snapshot import Fleet, JobView, NodeView, Settings, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Fleet, JobView, NodeView, PodGroupView, Settings, Snapshot, WorkerPod
 from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.documents import WriteFailure
 from everstep_operator.runtime.cache import is_not_newer
@@ -287,6 +288,7 @@ class Reconciler:
             service_uid=_own_uid(service, job),
             disruption_budget=observe.disruption_budget_view(budget, job.uid) if budget is not None else None,
             network_policy=observe.network_policy_view(policy, job.uid),
+            pod_groups=tuple(self._pod_groups_of(job)),
             nodes=nodes,
             fleet=self._fleet(job),
             answering=frozenset(p.uid for p in pods if p.node in doubted and self._answers(obj, p.uid)),
@@ -297,6 +299,13 @@ class Reconciler:
             object_refused=memory.applied.object_refused or write_failure.refused,
             settings=self._settings,
         )
+
+    def _pod_groups_of(self, job: JobView) -> Iterator[PodGroupView]:
+        name = object_names.service_name(job.name)
+        for scheduler, groups in self._caches.pod_groups.items():
+            view = observe.pod_group_view(groups.get(job.namespace, name), job.uid, GangScheduler(scheduler))
+            if view is not None:
+                yield view
 
     def _pods_of(self, job: JobView) -> tuple[WorkerPod, ...]:
         owned = self._caches.pods.by_index(BY_OWNER, job.uid)

@@ -50,6 +50,15 @@ LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease", wire.Lease)
 EVENTS = Resource("events.k8s.io", "v1", "events", "Event", wire.Event)
 PDBS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget", wire.PodDisruptionBudget)
 NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy", wire.NetworkPolicy)
+# Of the schedulers that place pods together or not at all, by their names in `spec.scheduling.podGroup.scheduler`.
+POD_GROUPS = {
+    scheduler: Resource(group, version, "podgroups", "PodGroup", wire.Unstructured)
+    for scheduler, group, version in (
+        ("Kubernetes", "scheduling.k8s.io", "v1beta1"),
+        ("Coscheduling", "scheduling.x-k8s.io", "v1alpha1"),
+        ("Volcano", "scheduling.volcano.sh", "v1beta1"),
+    )
+}
 
 
 def custom_resource(group: str, version: str, plural: str, kind: str, struct: type[T]) -> Resource[T]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from everstep.contract.document import Sizes
+from everstep_operator.api.types import GangScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,44 @@ class DeleteNetworkPolicy(_Delete):
 
 
 @dataclass(frozen=True, slots=True)
+class CreatePodGroup:
+    scheduler: GangScheduler
+    name: str
+    body: dict[str, Any]
+    why: str
+
+    def __str__(self) -> str:
+        return f"create pod group {self.name} for {self.scheduler} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True)
+class PatchPodGroup:
+    """Change exactly this group. The UID is a precondition."""
+
+    scheduler: GangScheduler
+    name: str
+    uid: str
+    spec: dict[str, Any]
+    why: str
+
+    def __str__(self) -> str:
+        return f"change pod group {self.name} of {self.scheduler} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePodGroup:
+    """Delete exactly this group. The UID is a precondition."""
+
+    scheduler: GangScheduler
+    name: str
+    uid: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"delete pod group {self.name} of {self.scheduler} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteJob:
     uid: str
     why: str
@@ -137,6 +176,9 @@ Action = (
     | DeleteDisruptionBudget
     | CreateNetworkPolicy
     | DeleteNetworkPolicy
+    | CreatePodGroup
+    | PatchPodGroup
+    | DeletePodGroup
     | DeleteJob
     | SetSizes
     | BeginRounds

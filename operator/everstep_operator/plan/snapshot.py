@@ -12,7 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from everstep_operator.api.status import Status
-from everstep_operator.api.types import TrainingJobSpec
+from everstep_operator.api.types import GangScheduler, TrainingJobSpec
 from everstep_operator.round_view import RoundView
 
 
@@ -238,6 +238,18 @@ class NetworkPolicyView:
 
 
 @dataclass(frozen=True, slots=True)
+class PodGroupView:
+    """A PodGroup of the job. `least`: the pods that it asks for; None if it does not say. `made_of`: see
+    `render.pod_group`."""
+
+    scheduler: GangScheduler
+    uid: str
+    least: int | None
+    made_of: str | None
+    deleting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class JobView:
     namespace: str
     name: str
@@ -270,6 +282,7 @@ class Settings:
     # The remaining pods are created in the following passes.
     max_pods_per_plan: int = 200
     network_policies: bool = False  # whether each job gets one
+    pod_groups: frozenset[GangScheduler] = frozenset()  # the schedulers whose groups the operator may make
     ca: str = ""  # PEM of the authorities by which workers verify the operator; empty: those of their image
 
 
@@ -288,6 +301,7 @@ class Snapshot:
     world: RoundView | None = None  # None: this operator cannot see the agents' rounds, or there are none
     disruption_budget: DisruptionBudgetView | None = None  # the PodDisruptionBudget, if it is there and ours
     network_policy: NetworkPolicyView | None = None  # if it is there and ours
+    pod_groups: tuple[PodGroupView, ...] = ()  # those that are there and ours
     fleet: Fleet | None = Fleet()  # None: not known, so the exclusions stay as they were
 
     @property

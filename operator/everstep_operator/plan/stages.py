@@ -21,12 +21,15 @@ from everstep_operator.plan.actions import (
     CreateDisruptionBudget,
     CreateNetworkPolicy,
     CreatePod,
+    CreatePodGroup,
     CreateService,
     DeleteDisruptionBudget,
     DeleteJob,
     DeleteNetworkPolicy,
     DeletePod,
+    DeletePodGroup,
     DeleteService,
+    PatchPodGroup,
     SetSizes,
 )
 
@@ -37,6 +40,7 @@ class StageName(StrEnum):
     CLEAR = "clear"  # pods that were lost or replaced, or belong to an older round: their successors need the room
     NETWORK = "network"  # the service that gives pods their host names
     GUARD = "guard"  # the disruption budget and the network policy: no pod waits for them
+    GANG = "gang"  # the group by which a scheduler places all pods together or none
     CREATE = "create"  # pods
     SIZES = "sizes"  # what the round store gives to the agents: their sizes, or a new document
     RELEASE = "release"  # healthy workers that are no longer wanted
@@ -49,10 +53,11 @@ ALLOWED: Mapping[StageName, tuple[type[Action], ...]] = {
     StageName.CLEAR: (DeletePod,),
     StageName.NETWORK: (CreateService,),
     StageName.GUARD: (CreateDisruptionBudget, DeleteDisruptionBudget, CreateNetworkPolicy, DeleteNetworkPolicy),
+    StageName.GANG: (CreatePodGroup, PatchPodGroup, DeletePodGroup),
     StageName.CREATE: (CreatePod,),
     StageName.SIZES: (SetSizes, BeginRounds),
     StageName.RELEASE: (DeletePod,),
-    StageName.CLEAN: (DeletePod, DeleteService, DeleteDisruptionBudget, DeleteNetworkPolicy),
+    StageName.CLEAN: (DeletePod, DeleteService, DeleteDisruptionBudget, DeleteNetworkPolicy, DeletePodGroup),
     StageName.END: (DeleteJob,),
 }
 

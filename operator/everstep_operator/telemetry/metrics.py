@@ -40,6 +40,7 @@ RESOURCES = (
     "leases",
     "poddisruptionbudgets",
     "networkpolicies",
+    "podgroups",
     "tokenreviews",
     "subjectaccessreviews",
     "jwks",

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import ssl
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -25,8 +22,8 @@ from support.apiserver.operators import TEMPLATE, Operators, Place
 from support.apiserver.waiting import eventually
 from support.conformity.bodies import BINDINGS
 from testcluster import programs
+from testcluster import scheduler as schedulers
 from testcluster.controlplane import ControlPlane
-from testcluster.daemon import Daemon, free_ports
 
 pytestmark = pytest.mark.apiserver
 
@@ -38,26 +35,7 @@ ROOM = 3  # pods for which each node has room
 def scheduler(crd: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The name that a pod gives to be scheduled by kube-scheduler, with its default plugins and weights."""
     folder = tmp_path_factory.mktemp("scheduler")
-    config = folder / "config"
-    body = {
-        "apiVersion": "kubescheduler.config.k8s.io/v1", "kind": "KubeSchedulerConfiguration",
-        "clientConnection": {"kubeconfig": str(crd.kubeconfig)}, "leaderElection": {"leaderElect": False},
-        "profiles": [{"schedulerName": NAME}],
-    }  # fmt: skip
-    config.write_text(json.dumps(body))
-    (port,) = free_ports(1)
-    context = ssl._create_unverified_context()
-
-    def answers() -> bool:
-        with urllib.request.urlopen(f"https://127.0.0.1:{port}/healthz", timeout=2.0, context=context) as reply:
-            return bool(reply.status == 200)
-
-    argv = [
-        str(programs.kubernetes() / "kube-scheduler"), f"--config={config}", "--bind-address=127.0.0.1",
-        f"--secure-port={port}", f"--cert-dir={folder}", f"--authentication-kubeconfig={crd.kubeconfig}",
-        f"--authorization-kubeconfig={crd.kubeconfig}",
-    ]  # fmt: skip
-    daemon = Daemon(argv, folder / "log", answers)
+    daemon = schedulers.scheduler(crd, folder, programs.kubernetes() / "kube-scheduler", NAME)
     daemon.start()
     yield NAME
     daemon.kill()

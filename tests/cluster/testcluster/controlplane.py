@@ -64,7 +64,8 @@ def _certificates(folder: Path) -> None:
 class ControlPlane:
     """`url`, `ca_file`, `token` (an administrator's) and `kubeconfig` are all that a client needs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, api_server: Path | None = None, flags: tuple[str, ...] = ()) -> None:
+        """`api_server`: another program than its own. `flags`: more of the API server's."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._etcd_port, self._peer_port, self._port, self._manager_port = free_ports(4)
@@ -72,7 +73,8 @@ class ControlPlane:
         self.ca_file = folder / "ca.crt"
         self.token = secrets.token_hex(16)
         self.kubeconfig = folder / "kubeconfig"
-        self._programs = programs.control_plane()
+        self._programs, self._flags = programs.control_plane(), flags
+        self._programs |= {} if api_server is None else {"kube-apiserver": api_server}
         _certificates(folder)
         self._write_files()
         self.etcd = self._make_etcd()
@@ -128,6 +130,7 @@ class ControlPlane:
             "--allow-privileged=true",
             "--profiling=false",
             "--shutdown-delay-duration=0s",
+            *self._flags,
         ]
         return Daemon(argv, folder / "kube-apiserver.log", self._ready)
 

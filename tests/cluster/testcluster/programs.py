@@ -132,6 +132,14 @@ def api_server(version: str) -> Path:
     return _from_source(name, age, _stamp(version), ("k8s.io/kubernetes/cmd/kube-apiserver",), files) / name
 
 
+def newest_scheduler() -> Path:
+    """The scheduler of the newest Kubernetes that Everstep is for."""
+    program, files = "k8s.io/kubernetes/cmd/kube-scheduler", ("go.mod", "go.sum")
+    stamp = _stamp(versions.NEWEST_KUBERNETES)
+    name = "kube-scheduler-newest"
+    return _from_source(name, "newest", stamp, (program,), files) / name
+
+
 def control_plane() -> dict[str, Path]:
     """Where each of `SERVERS` is."""
     return {name: server(name) for name in SERVERS}

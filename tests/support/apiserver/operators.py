@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from everstep_operator.api.types import GangScheduler
 from everstep_operator.kube.clients import Clients
 from everstep_operator.kube.errors import ConnectionFailed, KubeError, NotFound
 from everstep_operator.kube.resources import EVENTS, LEASES, PODS, SERVICES, Resource
@@ -206,6 +207,7 @@ class Operators:
         dies_after: int | None = None,
         loses: int | None = None,
         network_policies: bool = False,
+        pod_groups: tuple[GangScheduler, ...] = (),
         page_port: int | None = None,
     ) -> AsyncGenerator[CountingClient, None]:
         """One replica. Each has a Lease of its own, so that any number of them lead at once, unless told `lease`."""
@@ -216,7 +218,7 @@ class Operators:
             port=0,
             probe_port=0,
             report_url="", checkpoint_url_prefixes=(), lease_seconds=6, workers=4, log_level="INFO",
-            job_network_policies=network_policies, page_port=page_port,
+            job_network_policies=network_policies, pod_groups=pod_groups, page_port=page_port,
         )  # fmt: skip
         operator = Operator(Clients.sharing(client), settings, Metrics(), SystemClock(), synced=lambda: None)
         client.rounds = operator.rounds

@@ -15,25 +15,29 @@ from everstep.contract.document import Sizes
 from everstep_local.plan.simulation.commands import COMMANDS
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Status
-from everstep_operator.api.types import TrainingJobSpec
+from everstep_operator.api.types import GangScheduler, TrainingJobSpec
 from everstep_operator.plan.actions import (
     Action,
     BeginRounds,
     CreateDisruptionBudget,
     CreateNetworkPolicy,
     CreatePod,
+    CreatePodGroup,
     CreateService,
     DeleteDisruptionBudget,
     DeleteJob,
     DeleteNetworkPolicy,
     DeletePod,
+    DeletePodGroup,
     DeleteService,
+    PatchPodGroup,
     SetSizes,
 )
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.render.network_policy import OPEN_PORTS
+from everstep_operator.plan.render.pod_group import MADE_OF, least_of
 from everstep_operator.plan.snapshot import (
     DisruptionBudgetView,
     Exit,
@@ -43,6 +47,7 @@ from everstep_operator.plan.snapshot import (
     NetworkPolicyView,
     NodeHealth,
     NodeView,
+    PodGroupView,
     PodPhase,
     ReportedProgress,
     Settings,
@@ -98,6 +103,7 @@ class World:
         self.view: RoundView | None = None
         self.disruption_budget: DisruptionBudgetView | None = None
         self.network_policy: NetworkPolicyView | None = None
+        self.pod_groups: dict[GangScheduler, PodGroupView] = {}
         self.settings = Settings()
         self.side_cars: set[str] = set()
         self.pods_linger = False
@@ -132,6 +138,7 @@ class World:
             answering=self.answering,
             object_refused=self.object_refused,
             network_policy=self.network_policy,
+            pod_groups=tuple(self.pod_groups.values()),
             settings=self.settings,
             fleet=Fleet({name: node.ready for name, node in self.nodes.items()}, dict(self.faults), dict(self.accused)),
         )
@@ -173,12 +180,12 @@ class World:
 
     def act(self, action: Action) -> None:
         match action:
-            case CreateService():
-                self.service = "s1"
-            case DeleteService():
-                self.service = None
+            case CreateService() | DeleteService():
+                self.service = "s1" if isinstance(action, CreateService) else None
             case CreateDisruptionBudget() | DeleteDisruptionBudget() | CreateNetworkPolicy() | DeleteNetworkPolicy():
                 self._guard(action)
+            case CreatePodGroup() | PatchPodGroup() | DeletePodGroup():
+                self._group(action)
             case CreatePod(name, index, incarnation, body, _):
                 if name not in self.pods and self.refused is None:
                     self.uids += 1
@@ -229,6 +236,17 @@ class World:
                 self.network_policy = NetworkPolicyView("n1", body["metadata"]["annotations"][OPEN_PORTS])
             case DeleteNetworkPolicy():
                 self.network_policy = None
+
+    def _group(self, action: CreatePodGroup | PatchPodGroup | DeletePodGroup) -> None:
+        match action:
+            case CreatePodGroup(scheduler, _, body, _):
+                least, made_of = least_of(scheduler, body["spec"]), body["metadata"]["annotations"][MADE_OF]
+                self.pod_groups.setdefault(scheduler, PodGroupView(scheduler, "g1", least, made_of))
+            case PatchPodGroup(scheduler, _, _, spec, _):
+                if (group := self.pod_groups.get(scheduler)) is not None:
+                    self.pod_groups[scheduler] = replace(group, least=least_of(scheduler, spec))
+            case DeletePodGroup(scheduler):
+                self.pod_groups.pop(scheduler, None)
 
     def take_sizes(self, sizes: Sizes, surge: int) -> None:
         raise AssertionError(f"this job has no agents that could use the sizes {sizes}")

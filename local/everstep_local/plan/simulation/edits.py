@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 from everstep_operator import object_names
+from everstep_operator.api.types import GangScheduler
 
 if TYPE_CHECKING:
     from everstep_local.plan.simulation.cluster import World
@@ -40,6 +41,11 @@ def refuse_object(world: World, what: str = "", reason: str = "") -> None:
 def network_policies(world: World) -> None:
     """The installation gives each job a NetworkPolicy."""
     world.settings = replace(world.settings, network_policies=True)
+
+
+def pod_groups(world: World, *schedulers: str) -> None:
+    """The installation makes PodGroups of these schedulers."""
+    world.settings = replace(world.settings, pod_groups=frozenset(map(GangScheduler, schedulers)))
 
 
 def collide(world: World, kind: str = "", name: str = "", owner_kind: str = "", owner: str = "") -> None:
@@ -75,6 +81,7 @@ EDITS: dict[str, Callable[..., str | None]] = {
     "older-operator": older_operator,
     "refuse-object": refuse_object,
     "network-policies": network_policies,
+    "pod-groups": pod_groups,
     "collide": collide,
     "deleting": deleting,
     "node-joins": node_joins,

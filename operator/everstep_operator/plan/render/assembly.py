@@ -26,6 +26,7 @@ from everstep_operator.plan.render import (
     job_events,
     job_status,
     network_policy,
+    pod_group,
     ready_condition,
     recovery_record,
     waits,
@@ -103,16 +104,16 @@ def _keep(facts: Facts, repaired: Repaired | None = None) -> Plan:
 
 def _stages(facts: Facts, convergence: Convergence) -> tuple[Stage, ...]:
     """Put actions into stages. Workers are released only after the store allows the others to train without them;
-    nothing else waits for the store. Under c10d a worker finds worker 0 by the host name that the service gives it, so
-    pods need the service."""
+    nothing else waits for the store. Pods need their group: without it a scheduler would place each by itself. Under
+    c10d a worker finds worker 0 by the host name that the service gives it, so pods need the service too."""
     actions = {
         **convergence.actions,
         StageName.GUARD: (*disruption_budget.actions(facts), *network_policy.actions(facts)),
+        StageName.GANG: pod_group.actions(facts),
         StageName.SIZES: converge.set_sizes(facts),
     }
-    needs = {StageName.RELEASE: (StageName.SIZES,)}
-    if facts.roster.replaces_all:
-        needs[StageName.CREATE] = (StageName.NETWORK,)
+    service = (StageName.NETWORK,) if facts.roster.replaces_all else ()
+    needs = {StageName.RELEASE: (StageName.SIZES,), StageName.CREATE: (StageName.GANG, *service)}
     return staged(actions, needs)
 
 

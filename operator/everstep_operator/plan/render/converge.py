@@ -15,7 +15,7 @@ from everstep_operator.api.status import Restarts, Status
 from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, SetSizes
 from everstep_operator.plan.decide import completion, rejections, restart_budget, spares
 from everstep_operator.plan.outcome import Requeue
-from everstep_operator.plan.render import pods, waits
+from everstep_operator.plan.render import pod_group, pods, waits
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import StageName
 from everstep_operator.plan.state import lost_nodes, node_loss, sizing, suspects
@@ -68,6 +68,8 @@ def converge(facts: Facts, status: Status) -> Convergence:
     if (older := waits.older_pods(facts)) is not None:
         again = Requeue(REFUSED_RETRY, "workers of an older spec end")
         return Convergence(actions, again, f"waits until {older.description}")
+    if (obstacle := pod_group.obstacle(facts)) is not None:
+        return Convergence(actions, retry, obstacle)  # the group's end is seen; another installation plans anew
     start = restart_budget.back_off_until(snapshot.now, job.spec.recovery, restarts)
     if start is not None:
         left = start - snapshot.now
@@ -79,10 +81,10 @@ def converge(facts: Facts, status: Status) -> Convergence:
     actions[StageName.CREATE] = [_create(facts, index, avoided) for index in due[: snapshot.settings.max_pods_per_plan]]
     # This is tried again in every pass, and after a while even without an observed change.
     if retry is not None:
-        obstacle = (
+        waits_for = (
             snapshot.name_collisions[0] if snapshot.name_collisions else waits.refused(snapshot.object_refused or "")
         )
-        return Convergence(actions, retry, obstacle)
+        return Convergence(actions, retry, waits_for)
     if snapshot.create_refused is not None:
         return Convergence(actions, Requeue(REFUSED_RETRY, "creates were refused"), "the API server refuses creates")
     return Convergence(actions, held_back)

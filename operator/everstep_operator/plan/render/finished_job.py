@@ -13,7 +13,7 @@ from everstep_operator.plan import times
 from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService
 from everstep_operator.plan.decide.decision import Failed
 from everstep_operator.plan.outcome import Event, LostWorker, Plan, Requeue
-from everstep_operator.plan.render import disruption_budget, job_status, network_policy, pods
+from everstep_operator.plan.render import disruption_budget, job_status, network_policy, pod_group, pods
 from everstep_operator.plan.render.job_status import Verdict
 from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
 from everstep_operator.plan.stages import Stage, StageName, staged
@@ -101,7 +101,8 @@ def _clean_up_actions(snapshot: Snapshot, ends_others: bool) -> tuple[Action, ..
         actions.append(
             DeleteService(object_names.service_name(snapshot.job.name), snapshot.service_uid, "the job is finished")
         )
-    return (*actions, *disruption_budget.deletion(snapshot), *network_policy.deletion(snapshot))
+    others = (module.deletion(snapshot) for module in (disruption_budget, network_policy, pod_group))
+    return (*actions, *(action for deletions in others for action in deletions))
 
 
 def _side_cars_end_by(snapshot: Snapshot, pod: WorkerPod) -> datetime:

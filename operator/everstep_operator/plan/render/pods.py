@@ -17,7 +17,7 @@ from everstep.contract import env, labels
 from everstep.contract.messages import REPORT_PATH
 from everstep_operator import object_names
 from everstep_operator.api.template import ETCD_VOLUME, SHM_VOLUME, TOKEN_VOLUME
-from everstep_operator.plan.render import agent_limits, rendezvous, start_probe
+from everstep_operator.plan.render import agent_limits, pod_group, rendezvous, start_probe
 from everstep_operator.plan.snapshot import JobView, Settings
 from everstep_operator.plan.state import pod_hash
 
@@ -119,7 +119,7 @@ def _pod(
     spec["hostname"] = name
     spec["subdomain"] = object_names.service_name(job.name)
     ours = object_names.metadata(name, job.name, job.namespace, job.uid)
-    return {
+    body = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
@@ -142,6 +142,8 @@ def _pod(
         },
         "spec": spec,
     }
+    pod_group.put_in(job, body)
+    return body
 
 
 def _says_where(spec: dict[str, Any]) -> bool:

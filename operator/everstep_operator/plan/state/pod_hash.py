@@ -46,6 +46,8 @@ def of_spec(spec: TrainingJobSpec) -> str:
         made_from["checkpoint.url"] = spec.checkpoint.url
         if spec.checkpoint.on_preemption:
             made_from["checkpoint.onPreemption"] = True
+    if spec.pod_group is not None:
+        made_from["scheduling.podGroup"] = spec.pod_group.model_dump(mode="json", by_alias=True, exclude_none=True)
     if elastic is not None and elastic.group_size != 1:
         made_from["elastic.groupSize"] = elastic.group_size
     if spec.rendezvous.backend is RendezvousBackend.ETCD:
