@@ -71,6 +71,7 @@ RANK = "half a minute of a whole local run; agents, operator and worker have eac
 # Test files of which `make nightly` has all tests.
 WHOLLY_LONG = {
     "apiserver/test_kueue.py": "it builds Kueue; nothing of ours depends on it yet",
+    "apiserver/test_gang_scheduler.py": "it builds the API server and the scheduler of another Kubernetes",
     "apiserver/test_kubernetes_range.py": "two API servers to build, and hundreds of tests at each",
     "agent/test_agent_outage.py": "its time-outs are waited for; a store that is away is in rendezvous/",
     "agent/test_agent_partition.py": "its time-outs are waited for; links that fail are in rendezvous/",

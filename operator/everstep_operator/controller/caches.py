@@ -45,7 +45,9 @@ class Caches:
     nodes: Informer[Node] | None  # None: the operator has no right to list them
     budgets: Informers[PodDisruptionBudget]
     policies: Informers[NetworkPolicy] | None  # None: jobs have none, and the operator has no right to list them
-    pod_groups: Mapping[str, Informers[Unstructured]]  # by the scheduler; of others the operator has no right
+    # By the scheduler; of others the operator has no right. The cluster may not serve them: then jobs that ask for one
+    # wait, and no others.
+    pod_groups: Mapping[str, Informers[Unstructured]]
 
     @classmethod
     def of(
@@ -79,7 +81,9 @@ class Caches:
             nodes=Informer(client, NODES, indexers={SUSPECT: _is_suspect}, **common) if nodes else None,
             budgets=informers(PDBS, label_selector=ours),
             policies=informers(NETWORK_POLICIES, label_selector=ours) if network_policies else None,
-            pod_groups={name: informers(POD_GROUPS[name], label_selector=ours) for name in sorted(pod_groups)},
+            pod_groups={
+                name: informers(POD_GROUPS[name], label_selector=ours, optional=True) for name in sorted(pod_groups)
+            },
         )
 
     async def run(self) -> None:
@@ -97,6 +101,9 @@ class Caches:
                 group.create_task(informer.run())
             for informer in others:
                 await informer.wait_synced()
+            for groups in self.pod_groups.values():
+                group.create_task(groups.of(namespace).run())
+                await groups.of(namespace).wait_answered()
             group.create_task(jobs.run())
 
     async def wait_synced(self) -> None:
@@ -124,8 +131,7 @@ class Caches:
 
     def _of(self, namespace: str | None) -> Iterator[Informer[Any]]:
         """Those of one namespace; that of jobs is the last one."""
-        groups = self.pod_groups.values()
-        for informers in (self.pods, self.services, self.budgets, self.policies, *groups, self.jobs):
+        for informers in (self.pods, self.services, self.budgets, self.policies, self.jobs):
             if informers is not None:
                 yield informers.of(namespace)
 

@@ -19,7 +19,15 @@ from typing import Generic, TypeAlias, TypeVar
 
 from everstep_operator.kube.backoff import Backoff
 from everstep_operator.kube.client import KubeClient
-from everstep_operator.kube.errors import ConnectionFailed, Forbidden, Gone, KubeError, Operation, StreamBroken
+from everstep_operator.kube.errors import (
+    ConnectionFailed,
+    Forbidden,
+    Gone,
+    KubeError,
+    NotFound,
+    Operation,
+    StreamBroken,
+)
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import KubeObject
 from everstep_operator.runtime.cache import Added, Cache, Delta, Indexer
@@ -64,8 +72,10 @@ class Informer(Generic[T]):
         indexers: Mapping[str, Indexer[T]] | None = None,
         timing: Timing = Timing(),
         relisted: Callable[[str], None] = lambda _: None,
+        optional: bool = False,
     ) -> None:
-        """`relisted` is called with the resource when a watch was lost for good and everything was listed again."""
+        """`optional`: the cluster may have no such kind, which then counts as a refusal. `relisted` is called with the
+        resource when a watch was lost for good and everything was listed again."""
         self._client = client
         self._resource = resource
         self._clock = clock
@@ -74,6 +84,7 @@ class Informer(Generic[T]):
         self._selector = label_selector
         self._timing = timing
         self._relisted = relisted
+        self._refusals: tuple[type[KubeError], ...] = (Forbidden, NotFound) if optional else (Forbidden,)
         self._cache: Cache[T] = Cache(indexers)
         self._handlers: list[Handler[T]] = []
         self._synced, self._answered = asyncio.Event(), asyncio.Event()
@@ -94,14 +105,20 @@ class Informer(Generic[T]):
 
     @property
     def is_refused(self) -> bool:
-        """Whether the first list has not arrived because this account may not list the resource. It is tried again."""
-        return not self.has_synced and isinstance(self._last_error, Forbidden)
+        """Whether the first list has not arrived because this account may not list the resource, or the cluster has no
+        such kind. It is tried again."""
+        return self.refusal is not None
+
+    @property
+    def refusal(self) -> str | None:
+        """The server's words, if it is refused."""
+        return str(self._last_error) if not self.has_synced and isinstance(self._last_error, self._refusals) else None
 
     async def wait_synced(self) -> None:
         await self._synced.wait()
 
     async def wait_answered(self) -> None:
-        """Return when the first list has arrived, or was refused for want of a right."""
+        """Return when the first list has arrived, or was refused."""
         await self._answered.wait()
 
     def get(self, namespace: str, name: str) -> T | None:

@@ -25,6 +25,9 @@ class Informers(Generic[T]):
         """The informer of that namespace, which is watched; `EVERYWHERE` where all are."""
         return self._of[namespace]
 
+    def watches(self, namespace: str | None) -> bool:
+        return namespace in self._of
+
     def get(self, namespace: str, name: str) -> T | None:
         informer = self._of.get(namespace) or self._of.get(EVERYWHERE)
         return informer.get(namespace, name) if informer is not None else None

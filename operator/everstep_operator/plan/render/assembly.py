@@ -113,7 +113,8 @@ def _stages(facts: Facts, convergence: Convergence) -> tuple[Stage, ...]:
         StageName.SIZES: converge.set_sizes(facts),
     }
     service = (StageName.NETWORK,) if facts.roster.replaces_all else ()
-    needs = {StageName.RELEASE: (StageName.SIZES,), StageName.CREATE: (StageName.GANG, *service)}
+    group = (StageName.GANG,) if actions[StageName.GANG] else ()
+    needs = {StageName.RELEASE: (StageName.SIZES,), StageName.CREATE: (*service, *group)}
     return staged(actions, needs)
 
 
