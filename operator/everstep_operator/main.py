@@ -151,6 +151,7 @@ class Operator:
                 settings.checkpoint_url_prefixes,
                 network_policies=settings.job_network_policies,
                 pod_groups=frozenset(settings.pod_groups),
+                volume_claims=settings.volume_claims,
             ),
             metrics=metrics,
             pod_events=PodEvents(clients.watches, clock),

@@ -72,6 +72,12 @@ VARIABLES = (
         ("true", "false"),
     ),
     Variable(
+        "EVERSTEP_VOLUME_CLAIMS",
+        "whether the operator makes the volume claims that jobs ask for",
+        "false",
+        ("true", "false"),
+    ),
+    Variable(
         "EVERSTEP_POD_GROUPS",
         f"schedulers whose PodGroups jobs may have, separated by commas: {', '.join(GangScheduler)}; empty: none",
     ),
@@ -153,6 +159,7 @@ class OperatorSettings:
     workers: int
     log_level: str
     pod_groups: tuple[GangScheduler, ...] = ()
+    volume_claims: bool = False
     page_port: int | None = None  # None: there is no page
     watch_namespaces: tuple[str, ...] = ()  # whose jobs are run; empty: all
     read_nodes: bool = True
@@ -203,6 +210,7 @@ class OperatorSettings:
             checkpoint_url_prefixes=_listed(sources, "EVERSTEP_CHECKPOINT_URL_PREFIXES", "any URL"),
             job_network_policies=switch("EVERSTEP_JOB_NETWORK_POLICIES"),
             pod_groups=_pod_groups(sources),
+            volume_claims=switch("EVERSTEP_VOLUME_CLAIMS"),
             lease_seconds=number("EVERSTEP_LEASE_SECONDS", 3, 120),
             workers=number("EVERSTEP_WORKERS", 1, 1024),
             log_level=level.upper(),

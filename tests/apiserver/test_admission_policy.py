@@ -48,6 +48,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "spec.scheduling.podGroup.scheduler Volcano: this installation makes PodGroups of no scheduler (chart value "
         "podGroups)",
     ),
+    "volume_claims": (
+        {
+            "volumeClaimTemplates": [
+                {
+                    "metadata": {"name": "cache"},
+                    "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}},
+                }
+            ]
+        },
+        "spec.volumeClaimTemplates must not be set (chart value volumeClaims.enabled)",
+    ),
     "case_09_host_network_as_text": (_pod(hostNetwork="true"), "spec.template.spec.hostNetwork"),
     "case_09_host_pid": (_pod(hostPID=True), "spec.template.spec.hostPID"),
     "case_09_host_ipc": (_pod(hostIPC=True), "spec.template.spec.hostIPC"),

@@ -592,3 +592,34 @@ def test_group_of_a_job_has_the_priority_of_its_pods_where_the_scheduler_compare
         "schedulingPolicy": {"gang": {"minCount": 2}},
         "priorityClassName": "urgent",
     }
+
+
+@pytest.mark.parametrize("backend", ["everstep", "c10d"])
+@pytest.mark.parametrize(
+    ("network", "variables"),
+    [
+        ({"fabric": "Ethernet", "interface": "eth0"}, {
+            "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0",
+        }),
+        ({"fabric": "InfiniBand", "adapters": ["mlx5_0", "mlx5_1:1"]}, {
+            "NCCL_IB_DISABLE": "0", "NCCL_IB_HCA": "=mlx5_0,mlx5_1:1",
+        }),
+        ({"fabric": "RoCE", "gidIndex": 3}, {"NCCL_IB_DISABLE": "0", "NCCL_IB_GID_INDEX": "3"}),
+        ({}, {}),
+    ],
+)  # fmt: skip
+def test_network_gives_all_workers_the_same_variables_which_the_template_overrides(
+    network: dict[str, Any], variables: dict[str, str], backend: str
+) -> None:
+    def of(template: dict[str, Any]) -> dict[str, str]:
+        asked = job(template, rendezvous={"backend": backend}, network=network)
+        made = pods.worker_pod(asked, 0, 1, 2, SETTINGS) if backend == "c10d" else pods.agent_pod(asked, 0, 0, SETTINGS)
+        (worker,) = (c for c in made["spec"]["containers"] if c["name"] == "worker")
+        return {v["name"]: v["value"] for v in worker["env"] if v["name"].startswith(("NCCL", "GLOO"))}
+
+    template = copy.deepcopy(TEMPLATE)
+    assert of(template) == variables
+    own = dict.fromkeys(variables, "mine")
+    (worker,) = (c for c in template["spec"]["containers"] if c["name"] == "worker")
+    worker["env"] = [{"name": name, "value": value} for name, value in own.items()]
+    assert of(template) == own

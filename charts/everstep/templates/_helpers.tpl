@@ -120,6 +120,11 @@ Honor
   resources: [networkpolicies]
   verbs: [get, list, watch, create, delete]
 {{- end }}
+{{- if .Values.volumeClaims.enabled }}
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [create] # none is read, changed or deleted
+{{- end }}
 {{- range .Values.podGroups }}
 - apiGroups: [{{ get (dict "Kubernetes" "scheduling.k8s.io" "Coscheduling" "scheduling.x-k8s.io" "Volcano" "scheduling.volcano.sh") . }}]
   resources: [podgroups]

@@ -25,6 +25,7 @@ from everstep_operator.api.types import GangScheduler
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.main import JOBS
 from everstep_operator.plan.actions import (
+    CreateClaim,
     CreateDisruptionBudget,
     CreateNetworkPolicy,
     CreatePod,
@@ -67,6 +68,9 @@ def render(
         say(yaml.safe_dump_all(objects, sort_keys=False), end="")
 
 
+_SHOWN = (CreateService, CreateDisruptionBudget, CreateNetworkPolicy, CreatePodGroup, CreateClaim, CreatePod)
+
+
 async def _objects(job: Prepared, namespace: str | None) -> list[dict[str, Any]]:
     namespace = namespace or job.namespace
     client = MemoryCluster(_Clock(), namespaces=(namespace,)).client()
@@ -76,18 +80,12 @@ async def _objects(job: Prepared, namespace: str | None) -> list[dict[str, Any]]
         read = await saved_snapshot.read_objects(client, namespace, job.name, now=CREATED, cluster="")
         seen = saved_snapshot.snapshot(read)
         # A chart may be installed so.
-        seen = replace(
-            seen, settings=replace(seen.settings, network_policies=True, pod_groups=frozenset(GangScheduler))
-        )
+        may = replace(seen.settings, network_policies=True, pod_groups=frozenset(GangScheduler), volume_claims=True)
+        seen = replace(seen, settings=may)
     except (KubeError, SpecError) as e:
         raise JobFileError(f"{job.name}: a cluster would refuse this job: {e}") from e
     decided = plan(seen)
-    created = [
-        action.body
-        for stage in decided.stages
-        for action in stage.actions
-        if isinstance(action, CreateService | CreateDisruptionBudget | CreateNetworkPolicy | CreatePodGroup | CreatePod)
-    ]
+    created = [action.body for stage in decided.stages for action in stage.actions if isinstance(action, _SHOWN)]
     if not created:
         raise JobFileError(f"{job.name}: the operator would create nothing: {decided.reason}")
     for body in created:

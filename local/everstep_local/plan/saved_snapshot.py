@@ -148,7 +148,8 @@ def snapshot(objects: JobObjects) -> Snapshot:
         if objects.budget is not None
         else None,
         pod_groups=() if seen is None else (seen,),
-        settings=Settings(pod_groups=frozenset(GangScheduler)),  # whoever asks may not read what the operator makes
+        # Whoever asks may not read what this installation does.
+        settings=Settings(pod_groups=frozenset(GangScheduler), volume_claims=True),
         nodes=nodes,
         fleet=None,
         progress=JobProgress(job.status, objects.taken_at).snapshot(),

@@ -134,6 +134,16 @@ def with_local_checkpoints(job: Prepared, overrides: Overrides, folder: Path) ->
     return replace(job, manifest={**job.manifest, "spec": {**spec, "checkpoint": checkpoint}}, notes=notes)
 
 
+def without_pod_group(job: Prepared) -> Prepared:
+    """The job without the group of its pods, with a note: here all workers start at once."""
+    spec = job.manifest.get("spec")
+    if not isinstance(spec, dict) or not spec.get("scheduling"):
+        return job
+    note = "spec.scheduling has no effect on this machine, which places workers without a scheduler"
+    kept = {key: value for key, value in spec.items() if key != "scheduling"}
+    return replace(job, manifest={**job.manifest, "spec": kept}, notes=(*job.notes, note))
+
+
 def with_local_claims(job: Prepared, folder: Path) -> Prepared:
     """The job with a note on each volume claim: pods find a folder below `folder` in its place."""
     node: Any = job.manifest

@@ -172,6 +172,7 @@ class LocalRun:
             report_url=f"http://127.0.0.1:{self._port}",
             checkpoint_url_prefixes=(),
             job_network_policies=False,
+            volume_claims=True,  # each is a folder here
             lease_seconds=LEASE_SECONDS,
             workers=2,
             log_level="INFO",

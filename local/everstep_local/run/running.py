@@ -30,7 +30,14 @@ from everstep.jobs.view import View
 from everstep_local.run.console import Plain
 from everstep_local.run.control import Answer, ControlError, ControlServer, Handler
 from everstep_local.run.faults import ALL, Fault, changes_world, due, target
-from everstep_local.run.job_file import Overrides, Prepared, load, with_local_checkpoints, with_local_claims
+from everstep_local.run.job_file import (
+    Overrides,
+    Prepared,
+    load,
+    with_local_checkpoints,
+    with_local_claims,
+    without_pod_group,
+)
 from everstep_local.run.local_run import CLAIMS, LocalRun, Options, Outcome, Refused
 from everstep_local.run.sources import HISTORY, JOB, STATUS, STEPS_SHOWN, Started, event_rows, kept_log
 from everstep_operator.kube.errors import KubeError
@@ -71,7 +78,8 @@ def run(
     loaded = load(job, arguments, overrides)
     # Each run has a folder of its own, so it goes on from another run's commits only with --out or --checkpoint.
     folder = out or Path(RUNS) / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    prepared = with_local_claims(with_local_checkpoints(loaded, overrides, folder / "checkpoints"), folder / CLAIMS)
+    stored = with_local_checkpoints(without_pod_group(loaded), overrides, folder / "checkpoints")
+    prepared = with_local_claims(stored, folder / CLAIMS)
     folder.mkdir(parents=True, exist_ok=True)
     if started is not None:
         started.write(folder)

@@ -33,6 +33,7 @@ def _optional(field: str, parent: str = "") -> str:
 IMMUTABLE: tuple[Check, ...] = (
     _while_running(".rendezvous", "self.rendezvous == oldSelf.rendezvous"),
     _while_running(".scheduling", _optional("scheduling")),
+    _while_running(".network", _optional("network")),
     _while_running(".checkpoint.url", _optional("url", "checkpoint")),
     _while_running(  # with it should_save is a collective of all ranks in each step
         ".checkpoint.onPreemption",
@@ -53,6 +54,14 @@ IMMUTABLE: tuple[Check, ...] = (
         message="with spec.rendezvous.backend etcd, the sizes of a job (spec.elastic, or spec.replicas without it) are "
         f"immutable while it is not suspended; {HOW}",
         field=".elastic",
+    ),
+    *(
+        Check(
+            cel=f"self.{field} == oldSelf.{field}",
+            message=f"spec.{field} is immutable; delete the job and create it anew",
+            field=f".{field}",
+        )
+        for field in ("volumeClaimTemplates", "persistentVolumeClaimRetentionPolicy")
     ),
     Check(
         cel=_optional("managedBy"),

@@ -15,6 +15,7 @@ from pydantic import Field, StringConstraints, WithJsonSchema, field_validator, 
 from everstep.contract.labels import WORKER_CONTAINER
 from everstep_operator.api import devices
 from everstep_operator.api.base import ApiModel, Bool, Check, FieldError, Int32, ObjectName, section
+from everstep_operator.api.claims import ClaimRetention, ClaimTemplate
 from everstep_operator.api.recovery import YEAR, HangMode, Recovery
 from everstep_operator.api.template import TEMPLATE_CHECKS, TEMPLATE_SCHEMA, require_bounded, worker_container
 
@@ -226,6 +227,51 @@ class PodGroup(ApiModel):
     )
 
 
+class Fabric(StrEnum):
+    """The network between workers, beyond their Pods' own one."""
+
+    ETHERNET = "Ethernet"
+    INFINIBAND = "InfiniBand"
+    ROCE = "RoCE"
+
+
+class Network(ApiModel):
+    """Variables of NCCL and gloo, so that all workers have the same ones. A variable in the template wins."""
+
+    fabric: Fabric | None = Field(
+        default=None,
+        description="Ethernet: sockets alone (NCCL_IB_DISABLE=1). InfiniBand, RoCE: adapters (NCCL_IB_DISABLE=0); the "
+        "pods need the devices. Absent: NCCL chooses.",
+    )
+    interface: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,14}$")] | None = Field(
+        default=None,
+        description="The interface of the pods for sockets, such as eth0 (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME).",
+    )
+    adapters: tuple[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,32}(:[0-9]{1,3})?$")], ...] = Field(
+        default=(),
+        max_length=32,
+        description="InfiniBand or RoCE adapters, such as mlx5_0 or mlx5_0:1 (NCCL_IB_HCA); empty: NCCL chooses.",
+    )
+    gid_index: Annotated[Int32, Field(ge=0, le=255)] | None = Field(
+        default=None, description="The index of the adapters' address that is used over RoCE (NCCL_IB_GID_INDEX)."
+    )
+
+    CHECKS: ClassVar[tuple[Check, ...]] = (
+        Check(
+            cel="self.adapters.size() == 0 || (has(self.fabric) && self.fabric != 'Ethernet')",
+            message="spec.network.adapters needs fabric: InfiniBand or RoCE",
+            field=".adapters",
+            holds=lambda n: not n.adapters or n.fabric not in (None, Fabric.ETHERNET),
+        ),
+        Check(
+            cel="!has(self.gidIndex) || (has(self.fabric) && self.fabric == 'RoCE')",
+            message="spec.network.gidIndex needs fabric: RoCE",
+            field=".gidIndex",
+            holds=lambda n: n.gid_index is None or n.fabric is Fabric.ROCE,
+        ),
+    )
+
+
 class Scheduling(ApiModel):
     """How a scheduler places the workers, beyond what the template says of each pod."""
 
@@ -307,6 +353,9 @@ class TrainingJobSpec(ApiModel):
     scheduling: Scheduling | None = Field(
         default=None, description="How workers are placed together; absent: each by itself."
     )
+    network: Network | None = Field(
+        default=None, description="The network between workers; absent: NCCL and gloo choose."
+    )
     checkpoint: Checkpoint | None = Field(default=None, description="Where the training state is committed.")
     recovery: Recovery = section(Recovery, "What happens after a loss.")
     suspend: Bool = Field(default=False, description="True: no pods. False: continue from the last commit.")
@@ -348,6 +397,15 @@ class TrainingJobSpec(ApiModel):
         default=True,
         description="Keep elastic.minReplicas workers during drains while the job trains. Without elastic it has no "
         "effect, because then it would block every drain.",
+    )
+    volume_claim_templates: tuple[ClaimTemplate, ...] = Field(
+        default=(),
+        max_length=8,
+        description="Volumes of which each worker has its own, by its index; a volume of the template with the same "
+        "name is replaced by it. Needs the chart value volumeClaims.enabled. Immutable.",
+    )
+    persistent_volume_claim_retention_policy: ClaimRetention = section(
+        ClaimRetention, "When the claims of volumeClaimTemplates are deleted. Immutable."
     )
     template: dict[str, Any] = Field(
         description=f"PodTemplateSpec of a worker. The container named {WORKER_CONTAINER!r} is the trainer.",
@@ -395,6 +453,19 @@ class TrainingJobSpec(ApiModel):
             message="spec.successPolicy Worker0 needs spec.elastic.spares: 0; a spare may have taken worker 0's place",
             field=".successPolicy",
             holds=lambda s: s.success_policy != SuccessPolicy.WORKER_0 or s.elastic is None or s.elastic.spares == 0,
+        ),
+        Check(
+            cel="self.volumeClaimTemplates.all(t, !t.metadata.name.startsWith('everstep-'))",
+            message="spec.volumeClaimTemplates must not have names that begin with everstep-, as the operator's own do",
+            field=".volumeClaimTemplates",
+            holds=lambda s: not any(t.metadata.name.startswith("everstep-") for t in s.volume_claim_templates),
+        ),
+        Check(
+            cel="self.volumeClaimTemplates.all(t, self.volumeClaimTemplates.exists_one(o, o.metadata.name == "
+            "t.metadata.name))",
+            message="spec.volumeClaimTemplates must all have names of their own",
+            field=".volumeClaimTemplates",
+            holds=lambda s: len({t.metadata.name for t in s.volume_claim_templates}) == len(s.volume_claim_templates),
         ),
         Check(
             cel="self.recovery.hang.mode != 'Fixed' || self.rendezvous.backend != 'c10d'",

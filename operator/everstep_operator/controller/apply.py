@@ -29,11 +29,12 @@ from everstep_operator.kube.errors import (
     Operation,
     Rejected,
 )
-from everstep_operator.kube.resources import NETWORK_POLICIES, PDBS, POD_GROUPS, PODS, SERVICES, Resource
+from everstep_operator.kube.resources import CLAIMS, NETWORK_POLICIES, PDBS, POD_GROUPS, PODS, SERVICES, Resource
 from everstep_operator.kube.wire import KubeObject, Unstructured, controller_of, controller_uid
 from everstep_operator.plan.actions import (
     Action,
     BeginRounds,
+    CreateClaim,
     CreateDisruptionBudget,
     CreateNetworkPolicy,
     CreatePod,
@@ -63,7 +64,7 @@ _KINDS: Mapping[type, Resource[Any]] = {
     CreateDisruptionBudget: PDBS, DeleteDisruptionBudget: PDBS,
     CreateNetworkPolicy: NETWORK_POLICIES, DeleteNetworkPolicy: NETWORK_POLICIES,
 }  # fmt: skip
-_OBJECTS = (StageName.NETWORK, StageName.GUARD, StageName.GANG)  # stages of objects beside the pods
+_OBJECTS = (StageName.NETWORK, StageName.GUARD, StageName.GANG, StageName.CLAIMS)  # stages of objects beside the pods
 CREATE_SECONDS = 2.0  # no create of a pass begins later: a create may take seconds, and a job may have thousands
 
 
@@ -185,6 +186,8 @@ class Applier:
                 return await self._create(_KINDS[type(action)], job, action.name, action.body, refusals)
             case DeleteService() | DeleteDisruptionBudget() | DeleteNetworkPolicy():
                 await self._delete(_KINDS[type(action)], job, action.name, action.uid)
+            case CreateClaim():
+                return await self._create_claim(job, action, refusals)
             case CreatePodGroup():
                 return await self._create_pod_group(job, action, refusals)
             case PatchPodGroup():
@@ -217,6 +220,17 @@ class Applier:
         if not created:
             self._expectations.cancel_creation(key, action.name)
         return created
+
+    async def _create_claim(self, job: JobView, action: CreateClaim, refusals: _Refusals) -> bool:
+        """One that is there already is used, whoever made it: it holds what an earlier worker of this index kept."""
+        try:
+            await self._client.create(CLAIMS, job.namespace, action.body)
+        except AlreadyExists:
+            return True
+        except (Forbidden, Invalid, Rejected) as e:
+            refusals.objects[f"{CLAIMS.kind} {action.name}"] = str(e)[:500]
+            return False
+        return True
 
     async def _create_pod_group(self, job: JobView, action: CreatePodGroup, refusals: _Refusals) -> bool:
         kind = POD_GROUPS[action.scheduler]

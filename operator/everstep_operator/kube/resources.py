@@ -45,6 +45,7 @@ class Resource(Generic[T]):
 PODS = Resource("", "v1", "pods", "Pod", wire.Pod)
 SERVICES = Resource("", "v1", "services", "Service", wire.Service)
 CONFIGMAPS = Resource("", "v1", "configmaps", "ConfigMap", wire.ConfigMap)
+CLAIMS = Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim", wire.Unstructured)
 NODES = Resource("", "v1", "nodes", "Node", wire.Node, namespaced=False)
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease", wire.Lease)
 EVENTS = Resource("events.k8s.io", "v1", "events", "Event", wire.Event)

@@ -94,6 +94,11 @@ class DeleteNetworkPolicy(_Delete):
     kind = "network policy"
 
 
+class CreateClaim(_Create):
+    __slots__ = ()
+    kind = "volume claim"
+
+
 @dataclass(frozen=True, slots=True)
 class CreatePodGroup:
     scheduler: GangScheduler
@@ -176,6 +181,7 @@ Action = (
     | DeleteDisruptionBudget
     | CreateNetworkPolicy
     | DeleteNetworkPolicy
+    | CreateClaim
     | CreatePodGroup
     | PatchPodGroup
     | DeletePodGroup

@@ -282,6 +282,7 @@ class Settings:
     # The remaining pods are created in the following passes.
     max_pods_per_plan: int = 200
     network_policies: bool = False  # whether each job gets one
+    volume_claims: bool = False  # whether the operator may make them
     pod_groups: frozenset[GangScheduler] = frozenset()  # the schedulers whose groups the operator may make
     ca: str = ""  # PEM of the authorities by which workers verify the operator; empty: those of their image
 

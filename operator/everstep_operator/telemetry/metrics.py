@@ -41,6 +41,7 @@ RESOURCES = (
     "poddisruptionbudgets",
     "networkpolicies",
     "podgroups",
+    "persistentvolumeclaims",
     "tokenreviews",
     "subjectaccessreviews",
     "jwks",

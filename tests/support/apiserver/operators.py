@@ -208,6 +208,7 @@ class Operators:
         loses: int | None = None,
         network_policies: bool = False,
         pod_groups: tuple[GangScheduler, ...] = (),
+        volume_claims: bool = False,
         page_port: int | None = None,
     ) -> AsyncGenerator[CountingClient, None]:
         """One replica. Each has a Lease of its own, so that any number of them lead at once, unless told `lease`."""
@@ -218,7 +219,8 @@ class Operators:
             port=0,
             probe_port=0,
             report_url="", checkpoint_url_prefixes=(), lease_seconds=6, workers=4, log_level="INFO",
-            job_network_policies=network_policies, pod_groups=pod_groups, page_port=page_port,
+            job_network_policies=network_policies, pod_groups=pod_groups, volume_claims=volume_claims,
+            page_port=page_port,
         )  # fmt: skip
         operator = Operator(Clients.sharing(client), settings, Metrics(), SystemClock(), synced=lambda: None)
         client.rounds = operator.rounds

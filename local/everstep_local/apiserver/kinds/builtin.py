@@ -185,6 +185,7 @@ BUILTIN: tuple[Kind, ...] = (
     ),
     Kind("", "v1", "configmaps", "ConfigMap", validate=_validate_config_map, name_errors=dns_subdomain),
     Kind("", "v1", "secrets", "Secret", prepare=_prepare_secret, validate=_validate_secret, name_errors=dns_subdomain),
+    Kind("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim", has_status=True, name_errors=dns_subdomain),
     Kind("", "v1", "serviceaccounts", "ServiceAccount", name_errors=dns_subdomain),
     Kind("", "v1", "bindings", "Binding"),
     Kind(

@@ -19,6 +19,7 @@ from everstep_operator.api.types import GangScheduler, TrainingJobSpec
 from everstep_operator.plan.actions import (
     Action,
     BeginRounds,
+    CreateClaim,
     CreateDisruptionBudget,
     CreateNetworkPolicy,
     CreatePod,
@@ -211,8 +212,8 @@ class World:
                     self.change(name, deleted_at=self.pods[name].deleted_at or self.now)
                 else:
                     del self.pods[name]
-            case DeleteJob():
-                pass  # the transcript shows it, and ends there
+            case DeleteJob() | CreateClaim():
+                pass  # the transcript shows it; it ends there, and nobody looks at claims
             case SetSizes(sizes, _, surge):
                 self.take_sizes(sizes, surge)
             case BeginRounds(sizes, after, _):

@@ -48,6 +48,18 @@ def pod_groups(world: World, *schedulers: str) -> None:
     world.settings = replace(world.settings, pod_groups=frozenset(map(GangScheduler, schedulers)))
 
 
+def volume_claims(world: World) -> None:
+    """The installation makes the volume claims that jobs ask for."""
+    world.settings = replace(world.settings, volume_claims=True)
+
+
+def claim(world: World, name: str, size: str) -> None:
+    """Each worker gets a volume of its own."""
+    made = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
+    templates = cast(list[Any], world.spec.setdefault("volumeClaimTemplates", []))
+    templates.append({"metadata": {"name": name}, "spec": made})
+
+
 def collide(world: World, kind: str = "", name: str = "", owner_kind: str = "", owner: str = "") -> None:
     """An object of somebody else has a name that the job needs; without arguments none has."""
     whose = (owner_kind, owner) if owner_kind else None
@@ -82,6 +94,8 @@ EDITS: dict[str, Callable[..., str | None]] = {
     "refuse-object": refuse_object,
     "network-policies": network_policies,
     "pod-groups": pod_groups,
+    "volume-claims": volume_claims,
+    "claim": claim,
     "collide": collide,
     "deleting": deleting,
     "node-joins": node_joins,

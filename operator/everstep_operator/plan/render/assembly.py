@@ -104,8 +104,9 @@ def _keep(facts: Facts, repaired: Repaired | None = None) -> Plan:
 
 def _stages(facts: Facts, convergence: Convergence) -> tuple[Stage, ...]:
     """Put actions into stages. Workers are released only after the store allows the others to train without them;
-    nothing else waits for the store. Pods need their group: without it a scheduler would place each by itself. Under
-    c10d a worker finds worker 0 by the host name that the service gives it, so pods need the service too."""
+    nothing else waits for the store. Pods need their volumes, and their group, without which a scheduler would place
+    each by itself. Under c10d a worker finds worker 0 by the host name that the service gives it, so pods need the
+    service too."""
     actions = {
         **convergence.actions,
         StageName.GUARD: (*disruption_budget.actions(facts), *network_policy.actions(facts)),
@@ -113,8 +114,8 @@ def _stages(facts: Facts, convergence: Convergence) -> tuple[Stage, ...]:
         StageName.SIZES: converge.set_sizes(facts),
     }
     service = (StageName.NETWORK,) if facts.roster.replaces_all else ()
-    group = (StageName.GANG,) if actions[StageName.GANG] else ()
-    needs = {StageName.RELEASE: (StageName.SIZES,), StageName.CREATE: (*service, *group)}
+    beside = [name for name in (StageName.GANG, StageName.CLAIMS) if actions.get(name)]
+    needs = {StageName.RELEASE: (StageName.SIZES,), StageName.CREATE: (*service, *beside)}
     return staged(actions, needs)
 
 

@@ -15,7 +15,7 @@ from everstep_operator.api.status import Restarts, Status
 from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, SetSizes
 from everstep_operator.plan.decide import completion, rejections, restart_budget, spares
 from everstep_operator.plan.outcome import Requeue
-from everstep_operator.plan.render import pod_group, pods, waits
+from everstep_operator.plan.render import claims, installation, pod_group, pods, waits
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import StageName
 from everstep_operator.plan.state import lost_nodes, node_loss, sizing, suspects
@@ -68,7 +68,7 @@ def converge(facts: Facts, status: Status) -> Convergence:
     if (older := waits.older_pods(facts)) is not None:
         again = Requeue(REFUSED_RETRY, "workers of an older spec end")
         return Convergence(actions, again, f"waits until {older.description}")
-    if (obstacle := pod_group.obstacle(facts)) is not None:
+    if (obstacle := installation.refusal(snapshot) or pod_group.obstacle(facts)) is not None:
         return Convergence(actions, retry, obstacle)  # the group's end is seen; another installation plans anew
     start = restart_budget.back_off_until(snapshot.now, job.spec.recovery, restarts)
     if start is not None:
@@ -78,7 +78,9 @@ def converge(facts: Facts, status: Status) -> Convergence:
     nodes = (*rejections.avoided(snapshot.now, restarts), *lost_nodes.avoided(snapshot.now, restarts))
     suspected = tuple(node.name for node in status.excluded_nodes)
     avoided = tuple(dict.fromkeys((*nodes, *_left_nodes(facts), *suspected)))
-    actions[StageName.CREATE] = [_create(facts, index, avoided) for index in due[: snapshot.settings.max_pods_per_plan]]
+    due = due[: snapshot.settings.max_pods_per_plan]
+    actions[StageName.CLAIMS] = [claim for index in due for claim in claims.of_worker(job, index)]
+    actions[StageName.CREATE] = [_create(facts, index, avoided) for index in due]
     # This is tried again in every pass, and after a while even without an observed change.
     if retry is not None:
         waits_for = (

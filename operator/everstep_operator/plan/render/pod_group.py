@@ -52,27 +52,12 @@ def actions(facts: Facts) -> tuple[Action, ...]:
     return tuple(made)
 
 
-def refusal(facts: Facts) -> str | None:
-    """Why the job never gets its group; None if it does."""
-    wanted = facts.job.spec.pod_group
-    if wanted is None or wanted.scheduler in facts.snapshot.settings.pod_groups:
-        return None
-    return (
-        f"spec.scheduling.podGroup asks for a PodGroup of {wanted.scheduler}, and this installation makes none: "
-        f"whoever installed it adds {wanted.scheduler} to the chart value podGroups, or the job leaves podGroup out"
-    )
-
-
 def obstacle(facts: Facts) -> str | None:
     """Why no pod may be created yet; None if nothing is in the way."""
-    wanted = facts.job.spec.pod_group
-    if wanted is None:
+    wanted, groups = facts.job.spec.pod_group, facts.snapshot.pod_groups
+    if wanted is None or all(g.scheduler is not wanted.scheduler or _is_of(g, facts.job, wanted) for g in groups):
         return None
-    if (refused := refusal(facts)) is not None:
-        return refused
-    if any(g.scheduler is wanted.scheduler and not _is_of(g, facts.job, wanted) for g in facts.snapshot.pod_groups):
-        return "the PodGroup of an older spec is being deleted"
-    return None
+    return "the PodGroup of an older spec is being deleted"
 
 
 def deletion(snapshot: Snapshot) -> tuple[Action, ...]:

@@ -17,7 +17,7 @@ from everstep.contract import env, labels
 from everstep.contract.messages import REPORT_PATH
 from everstep_operator import object_names
 from everstep_operator.api.template import ETCD_VOLUME, SHM_VOLUME, TOKEN_VOLUME
-from everstep_operator.plan.render import agent_limits, pod_group, rendezvous, start_probe
+from everstep_operator.plan.render import agent_limits, claims, network_variables, pod_group, rendezvous, start_probe
 from everstep_operator.plan.snapshot import JobView, Settings
 from everstep_operator.plan.state import pod_hash
 
@@ -109,6 +109,7 @@ def _pod(
     names_account = spec.get("serviceAccountName") or spec.get("serviceAccount")
     if spec.get("automountServiceAccountToken") is None and not names_account:
         spec["automountServiceAccountToken"] = False  # training needs no right of the namespace's account `default`
+    claims.put_in(job, index, spec)
     if not _says_where(spec):
         spec["topologySpreadConstraints"] = [_spread(job)]
     if spec.get("hostNetwork"):
@@ -198,6 +199,7 @@ def _inject_environment(
 ) -> None:
     tuning = {
         **tuning,
+        **network_variables.of_spec(job.spec),
         "PET_MAX_RESTARTS": str(rendezvous.restarts_in_place(job)),
         "PET_MONITOR_INTERVAL": "0.1",
         "PYTHONUNBUFFERED": "1",

@@ -10,7 +10,7 @@ from everstep_operator.api.conditions import ConditionType, ReadyReason
 from everstep_operator.object_names import list_of_workers, number_of_spares, number_of_workers
 from everstep_operator.plan.decide import restart_budget, spares
 from everstep_operator.plan.outcome import Requeue
-from everstep_operator.plan.render import pod_group, waits
+from everstep_operator.plan.render import installation, waits
 from everstep_operator.plan.render.job_status import Quorum, Verdict
 from everstep_operator.plan.render.waits import START_PATIENCE, OlderPods, blocked, older_pods, waited
 from everstep_operator.plan.state import losses, lost_nodes, sizing
@@ -265,7 +265,7 @@ def _has_waited_long(facts: Facts) -> bool:
     """Whether the job is blocked by more than a pod that has waited for a node only a short time."""
     snapshot, pods = facts.snapshot, facts.current.values()
     refused = snapshot.create_obstacle is not None or waits.refused_earlier(facts) is not None
-    refused = refused or pod_group.refusal(facts) is not None
+    refused = refused or installation.refusal(snapshot) is not None
     stuck = any(p.waiting for p in pods)
     late = any(p.starting is not None and waited(facts, p) >= STALLED_AFTER for p in pods)
     return refused or stuck or late or bool(starved(facts))

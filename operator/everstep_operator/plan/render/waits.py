@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from everstep_operator.api.conditions import ConditionStatus, ConditionType
 from everstep_operator.plan import times
 from everstep_operator.plan.outcome import Requeue
-from everstep_operator.plan.render import pod_group, pods
+from everstep_operator.plan.render import installation, pod_group, pods
 from everstep_operator.plan.snapshot import WorkerPod
 from everstep_operator.plan.state import node_loss
 from everstep_operator.plan.state.facts import Facts
@@ -79,9 +79,9 @@ def blocked(facts: Facts) -> str | None:
         return f"the API server refuses to create a worker{since}: {snapshot.create_refused}"
     if (earlier := refused_earlier(facts)) is not None:
         return earlier
-    group = pod_group.obstacle(facts)
-    if group is not None and any(index not in facts.current for index in facts.roster.workers):
-        return group
+    beside = installation.refusal(snapshot) or pod_group.obstacle(facts)
+    if beside is not None and any(index not in facts.current for index in facts.roster.workers):
+        return beside
     for index, pod in sorted(facts.current.items()):
         if pod.waiting is not None:
             return f"worker {index} has not started{_since(facts, pod)}: {pod.waiting}"

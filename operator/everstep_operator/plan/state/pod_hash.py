@@ -48,6 +48,10 @@ def of_spec(spec: TrainingJobSpec) -> str:
             made_from["checkpoint.onPreemption"] = True
     if spec.pod_group is not None:
         made_from["scheduling.podGroup"] = spec.pod_group.model_dump(mode="json", by_alias=True, exclude_none=True)
+    if spec.network is not None:
+        made_from["network"] = spec.network.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    if spec.volume_claim_templates:
+        made_from["volumeClaimTemplates"] = [claim.metadata.name for claim in spec.volume_claim_templates]
     if elastic is not None and elastic.group_size != 1:
         made_from["elastic.groupSize"] = elastic.group_size
     if spec.rendezvous.backend is RendezvousBackend.ETCD:
