@@ -420,6 +420,7 @@ class Loops:
             self._recovery.program.scope.left = self._end_left
         own = {name: value for name, value in self._state.items() if name not in RESERVED}
         try:
+            self._switches.keep()
             self._left = LeftState(own, self.step)
         except Exception:
             log.warning("the tracked state could not be read when the loop was left: what changes between the loop and "
@@ -442,12 +443,13 @@ class Loops:
         if self._taken is not None and self._taken.phase is Phase.LOST:
             world.go_on(self._taken.phase)
         try:
-            with self._left.for_save() if self._left is not None else nullcontext():
-                if self.step < self._goal:
-                    world.all_leave()
+            if self._left is not None:
+                self._left.check()
+            if self.step < self._goal:
+                world.all_leave()
+            done = world.finish()
+            while not done and self.step >= self._goal:  # the new member has no step left either, and comes here
                 done = world.finish()
-                while not done and self.step >= self._goal:  # the new member has no step left either, and comes here
-                    done = world.finish()
         except RuntimeError as e:
             if not world.step_lost(e):
                 raise

@@ -56,6 +56,7 @@ class Switches:
         self._state = state
         self._modules: list[_Began] = []
         self._digest = ""
+        self._kept: dict[str, str] | None = None
 
     def start(self) -> None:
         """Note the settings of the script before its loop."""
@@ -68,7 +69,13 @@ class Switches:
         settings = [(b.name, b.training, b.required, b.buffers) for b in self._modules]
         self._digest = xxhash.xxh3_64_hexdigest(json.dumps(settings).encode())
 
+    def keep(self) -> None:
+        """From now on give what is switched now: the script has left its loop."""
+        self._kept = self.state_dict()
+
     def state_dict(self) -> dict[str, str]:
+        if self._kept is not None:
+            return self._kept
         switched: dict[str, Any] = {}
         for began in self._modules:
             if began.module.training is not began.training:
@@ -81,6 +88,7 @@ class Switches:
         return {"began": self._digest, "switched": json.dumps(switched, sort_keys=True)}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
+        self._kept = None
         wanted = json.loads(state["switched"])
         gradients = wanted.pop(GRADIENTS, {})
         if state["began"] != self._digest:

@@ -2,15 +2,14 @@
 
 The run is saved when it is closed, which may be at the script's end: after an evaluation, after the best weights were
 loaded for a test. That state belongs to no step. So what has changed since is refused by name. Which modules train, and
-which parameters require gradients, is put back for the save alone: an evaluation calls `model.eval()`.
+which parameters require gradients, is saved as it was (`Switches.keep`): an evaluation calls `model.eval()`.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,17 +26,6 @@ class LeftState:
     def __init__(self, state: Mapping[str, Any], step: int) -> None:
         self._state, self._step = dict(state), step
         self._digests = self._read()
-        self._flags = self._present()
-
-    def _present(self) -> list[tuple[Any, str, bool]]:
-        modules = [
-            module for value in self._state.values() if isinstance(value, torch.nn.Module) for module in value.modules()
-        ]
-        parameters = [p for module in modules for p in module.parameters(recurse=False)]
-        return [
-            *((module, "training", module.training) for module in modules),
-            *((parameter, "requires_grad", parameter.requires_grad) for parameter in parameters),
-        ]
 
     def _read(self) -> dict[str, str]:
         digests = dict.fromkeys(self._state, "")
@@ -49,9 +37,8 @@ class LeftState:
                             "read (%s: %s)", name, type(e).__name__, e)  # fmt: skip
         return digests
 
-    @contextmanager
-    def for_save(self) -> Iterator[None]:
-        """The flags are as they were. Raises `LoopError` if anything else has changed."""
+    def check(self) -> None:
+        """Raises `LoopError` if anything has changed since."""
         now_digests = self._read()
         changed = [name for name in self._state if now_digests[name] != self._digests[name]]
         if changed:
@@ -60,18 +47,6 @@ class LeftState:
                 "closed: that is the state of no step, and it is not saved. Write `run.close()` right behind the loop, "
                 "before best weights are loaded or anything else that is tracked is changed"
             )
-        now = self._present()
-        _put(self._flags)
-        try:
-            yield
-        finally:
-            _put(now)
-
-
-def _put(flags: list[tuple[Any, str, bool]]) -> None:
-    for owner, name, value in flags:
-        if getattr(owner, name) is not value:
-            setattr(owner, name, value)
 
 
 def digest(value: Any) -> str:
