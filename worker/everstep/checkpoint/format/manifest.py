@@ -376,19 +376,12 @@ def encode_part(part: Part | PartFailed) -> bytes:
         case PartFailed():
             body["failed"] = part.reason[:500]
         case Part():
-            if part.step != NONE:
-                body["step"] = part.step
-            body["shard"] = _shard_body(part.shard) if part.shard else None
-            body["entries"] = {e.name: _entry_body(e) for e in part.entries}
-            body["values"] = part.values
-            if part.nonfinite:
-                body["nonfinite"] = list(part.nonfinite)
-            if part.digests:
-                body["digests"] = dict(part.digests)
-            if part.union:
-                body["union"] = dict(part.union)
-            if part.union_digests:
-                body["held"] = dict(part.union_digests)
+            body |= {
+                "step": part.step, "shard": _shard_body(part.shard) if part.shard else None,
+                "entries": {e.name: _entry_body(e) for e in part.entries}, "values": part.values,
+                "nonfinite": list(part.nonfinite), "digests": dict(part.digests), "union": dict(part.union),
+                "held": dict(part.union_digests),
+            }  # fmt: skip
     return wire.encode(body)
 
 
@@ -403,17 +396,15 @@ def decode_part(data: bytes, rank: int, save_id: str, where: str) -> Part | Part
     shard = None if fields.any("shard") is None else _shard(Fields(fields.any("shard"), f"{where}: shard"))
     shards = (shard,) if shard else ()
     entries = tuple(_entry(name, Fields(body, f"{where}: {name}"), shards) for name, body in _sorted(fields))
-    bad = tuple(str(name) for name in fields.items("nonfinite")) if fields.has("nonfinite") else ()
-    union = dict(fields.mapping("union")) if fields.has("union") else {}
-    digests, union_digests = _integers(fields, "digests"), _integers(fields, "held")
-    step = fields.integer("step") if fields.has("step") else NONE
-    return Part(rank, save_id, shard, entries, fields.any("values"), bad, digests, union, union_digests, step)
+    bad = tuple(str(name) for name in fields.items("nonfinite"))
+    return Part(
+        rank, save_id, shard, entries, fields.any("values"), bad, _integers(fields, "digests"),
+        fields.mapping("union"), _integers(fields, "held"), fields.integer("step", NONE),
+    )  # fmt: skip
 
 
 def _integers(fields: Fields, name: str) -> dict[str, int]:
-    """The object of integers in this field; empty without the field."""
-    if not fields.has(name):
-        return {}
+    """The object of integers in this field."""
     integers = Fields(fields.any(name), f"{fields.where}: {name}")
     return {key: integers.integer(key) for key in integers.names()}
 
