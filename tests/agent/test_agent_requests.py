@@ -19,8 +19,9 @@ from everstep.agent.decide.stall import Watch
 from everstep.agent.hang.watcher import Watcher
 from everstep.agent.processes.output import Files
 from everstep.agent.processes.running import Running
-from everstep.cli.agents import NoAgent, Where, ask
+from everstep.cli.agents import NoAgent, ask
 from everstep.contract import agent_requests
+from everstep.jobs.source import Where
 
 NOBODY = 65534
 
@@ -67,11 +68,11 @@ def test_only_the_agents_of_the_job_that_is_meant_are_asked() -> None:
         assert agent_requests.addresses(longest) == [both]
         assert {mine, both, other} <= set(agent_requests.addresses())
         with pytest.raises(NoAgent):
-            ask(Where("nobody"), agent_requests.STACKS, 60.0, [])
-        (answer,) = ask(Where(longest), agent_requests.STACKS, 0.1, [])
+            ask("nobody", Where(), agent_requests.STACKS, 60.0, [])
+        (answer,) = ask(longest, Where(), agent_requests.STACKS, 0.1, [])
         assert f"the agent at {both[1:]} does not answer" in answer["error"]
         with pytest.raises(NoAgent, match="several jobs run on this machine: one that does not answer, one that"):
-            ask(Where(job), agent_requests.STACKS, 0.1, [])
+            ask(job, Where(), agent_requests.STACKS, 0.1, [])
 
 
 @contextlib.contextmanager

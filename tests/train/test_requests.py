@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from everstep.cli.agents import NoAgent, Where, ask
+from everstep.cli.agents import NoAgent, ask
 from everstep.contract.agent_requests import PROFILE, STACKS
+from everstep.jobs.source import Where
 from support.processes.warm_python import warm
 
 pytestmark = pytest.mark.timeout(200)
@@ -54,11 +55,11 @@ def test_process_without_an_agent_is_profiled_and_ends_in_order_under_a_profile(
             if trains.exists():
                 break
             threading.Event().wait(0.05)
-        (found,) = ask(Where(job), PROFILE, SECONDS, [], steps=3, id="first")
+        (found,) = ask(job, Where(), PROFILE, SECONDS, [], steps=3, id="first")
         assert (found["rank"], found["steps"], found["communication"]) == (0, 3, 0), found
         assert found["input"] > 0
         assert (tmp_path / "commits/profiles/first/rank-0.json.gz").exists()
-        (where,) = ask(Where(job), STACKS, SECONDS, [])
+        (where,) = ask(job, Where(), STACKS, SECONDS, [])
         assert where["step"] >= found["last"]
         assert "train.py" in where["stacks"]
 
@@ -66,12 +67,12 @@ def test_process_without_an_agent_is_profiled_and_ends_in_order_under_a_profile(
 
         def ask_long() -> None:
             while not answered or "goes on" in answered[0].get("error", ""):  # the other one came first
-                answered[:] = ask(Where(job), PROFILE, SECONDS, [], steps=1000, id="long")
+                answered[:] = ask(job, Where(), PROFILE, SECONDS, [], steps=1000, id="long")
 
         asks = threading.Thread(target=ask_long)
         asks.start()
         while "profile long goes on" not in (
-            ask(Where(job), PROFILE, SECONDS, [], steps=1, id="other")[0].get("error", "")
+            ask(job, Where(), PROFILE, SECONDS, [], steps=1, id="other")[0].get("error", "")
         ):
             pass
         os.kill(process.pid, signal.SIGTERM)
@@ -79,6 +80,6 @@ def test_process_without_an_agent_is_profiled_and_ends_in_order_under_a_profile(
         asks.join(SECONDS)
         assert "ended before" in answered[0]["error"], answered
         with pytest.raises(NoAgent):
-            ask(Where(job), STACKS, SECONDS, [])
+            ask(job, Where(), STACKS, SECONDS, [])
     finally:
         process.kill()

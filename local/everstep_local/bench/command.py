@@ -21,10 +21,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.agents import NoAgent, Where, ask
+from everstep.cli.agents import NoAgent, ask
 from everstep.cli.printing import SafeConsole
 from everstep.contract.agent_requests import PROFILE
 from everstep.jobs.history import History, StepSeen
+from everstep.jobs.source import Where
 from everstep_local.bench.plot import draw
 from everstep_local.bench.scaling import Measured, Row, Scaling, rows
 from everstep_local.run import control
@@ -156,7 +157,7 @@ def _step(name: str) -> int:
 def _profile(name: str) -> list[dict[str, Any]]:
     """The answers of the ranks about their communication; none for a script without the session."""
     try:
-        profile = ask(Where(name), PROFILE, PROFILE_SECONDS, [], steps=PROFILE_STEPS, id=name)
+        profile = ask(name, Where(), PROFILE, PROFILE_SECONDS, [], steps=PROFILE_STEPS, id=name)
     except NoAgent:
         return []
     return [answer for answer in profile if "error" not in answer]

@@ -20,7 +20,7 @@ from everstep.client.commits import commits
 from everstep.client.errors import ClientError
 from everstep.client.shapes import Checkpoint
 from everstep.contract.agent_requests import STACKS
-from everstep.jobs.source import JobError, RunEnded
+from everstep.jobs.source import JobError, RunEnded, Where
 from everstep.jobs.view import View
 from everstep_local.run.sources import EndedRun, LiveRun, alive, kept_runs
 from everstep_operator.page.links import LinkAccess
@@ -161,7 +161,7 @@ class LocalJobs:
             raise Unavailable("This run has ended, so none of its processes can be asked.")
         job = (seen.run.objects(seen.run.name).get("trainingjob") or {}).get("metadata", {}).get("name", seen.run.name)
         try:
-            answers = agents.ask(agents.Where(str(job)), STACKS, SECONDS, [])
+            answers = agents.ask(str(job), Where(), STACKS, SECONDS, [])
         except agents.NoAgent as e:
             raise Unavailable(str(e)) from e
         return [Stack(agents.head(each), state_of(each), str(each.get("stacks") or "")) for each in answers]

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from everstep.cli.agents import Where, ask
+from everstep.cli.agents import ask
 from everstep.contract.agent_requests import PROFILE
 from everstep.instruments.live_profile import FOLDER, LiveProfile, summarize
+from everstep.jobs.source import Where
 
 NAME, STEPS, SECONDS = "first", 4, 120.0
 _asked: list[threading.Thread] = []
@@ -26,7 +27,7 @@ def ask_once(live: LiveProfile, folder: Path) -> None:
         return
 
     def work() -> None:
-        found = ask(Where(os.environ["TORCHELASTIC_RUN_ID"]), PROFILE, SECONDS, [], steps=STEPS, id=NAME)
+        found = ask(os.environ["TORCHELASTIC_RUN_ID"], Where(), PROFILE, SECONDS, [], steps=STEPS, id=NAME)
         (folder / "profile.json").write_text(json.dumps(found))
 
     _asked.append(threading.Thread(target=work))  # the process does not end before it

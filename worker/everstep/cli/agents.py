@@ -12,7 +12,6 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ import typer
 
 from everstep.cli.printing import say
 from everstep.contract import agent_requests, env, labels
-from everstep.jobs.source import JobError, Run, local_alive
+from everstep.jobs.source import JobError, Run, Where, local_alive
 
 Answer = dict[str, Any]
 AT_ONCE = 64  # agents that are asked at the same time
@@ -45,23 +44,13 @@ class NoAgent(Exception):
     """Nobody can be asked; the text says what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """The agents that are meant."""
-
-    job: str | None
-    namespace: str | None = None
-    context: str | None = None
-    kubeconfig: str | None = None
-
-
-def ask(where: Where, verb: str, seconds: float, command: list[str], **arguments: Any) -> list[Answer]:
+def ask(job: str | None, where: Where, verb: str, seconds: float, command: list[str], **arguments: Any) -> list[Answer]:
     """The answers, by rank; an agent that does not answer gives one with `error`. `command`: this request as the
     program's arguments, for the container of a pod. Raises `NoAgent`."""
-    if (where.namespace, where.context, where.kubeconfig) != (None, None, None):
-        answers = _ask_pods(where, seconds, command)
+    if where.names_a_cluster:
+        answers = _ask_pods(job, where, seconds, command)
     else:
-        answers = _ask_here(where.job, verb, seconds, arguments)
+        answers = _ask_here(job, verb, seconds, arguments)
     return sorted(answers, key=lambda answer: (answer.get("rank", 2**31), answer.get("pod", "")))
 
 
@@ -159,19 +148,19 @@ def _from(address: str, request: bytes, seconds: float) -> Iterator[Answer]:
         yield {**unanswered, "error": "this process, or its agent, ended before it answered"}
 
 
-def _ask_pods(where: Where, seconds: float, command: list[str]) -> list[Answer]:
+def _ask_pods(job: str | None, where: Where, seconds: float, command: list[str]) -> list[Answer]:
     kubectl = ["kubectl", *(["--context", where.context] if where.context else [])]
     kubectl += ["--namespace", where.namespace] if where.namespace else []
     kubectl += ["--kubeconfig", where.kubeconfig] if where.kubeconfig else []
-    if where.job is None:
+    if job is None:
         raise NoAgent("give the job's name: a namespace may have many")
-    selector = ["-l", f"{labels.JOB}={where.job}", "--field-selector=status.phase=Running"]
+    selector = ["-l", f"{labels.JOB}={job}", "--field-selector=status.phase=Running"]
     listed = _run([*kubectl, "get", "pods", *selector, "-o", "name"], KUBECTL_SECONDS)
     if listed.returncode:
         raise NoAgent(f"kubectl get pods: {listed.stderr.strip()[-500:]}")
     pods = [line.removeprefix("pod/") for line in listed.stdout.split()]
     if not pods:
-        raise NoAgent(f"job {where.job!r} has no running pod in namespace {where.namespace or 'of the context'}")
+        raise NoAgent(f"job {job!r} has no running pod in namespace {where.namespace or 'of the context'}")
 
     def ask_pod(pod: str) -> list[Answer]:
         inside = ["exec", pod, "-c", labels.WORKER_CONTAINER, "--", "everstep", *command, "--output", "jsonl"]

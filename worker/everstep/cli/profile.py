@@ -10,11 +10,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.agents import Answer, Format, Job, NoAgent, Output, Where, ask, head, put_json
+from everstep.cli.agents import Answer, Format, Job, NoAgent, Output, ask, head, put_json
 from everstep.cli.jobs.commands import Context, Kubeconfig, Namespace
 from everstep.cli.printing import SafeConsole
 from everstep.contract.agent_requests import MAX_STEPS, PROFILE
-from everstep.jobs.source import JobError
+from everstep.jobs.source import JobError, Where
 
 app = typer.Typer(add_completion=False)
 EXPECTED = (NoAgent, JobError)
@@ -37,10 +37,10 @@ def profile(
 
     The traces are in the job's checkpoint URL, below profiles/. Open them in https://ui.perfetto.dev.
     """
-    where = Where(job, namespace, context, kubeconfig)
+    where = Where(namespace, context, kubeconfig)
     name = id_ or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     command = ["profile", *([job] if job else []), "--steps", str(steps), "--seconds", str(seconds), "--id", name]
-    answers = ask(where, PROFILE, seconds, command, steps=steps, id=name)
+    answers = ask(job, where, PROFILE, seconds, command, steps=steps, id=name)
     if output is not Format.TEXT:
         put_json(answers, output)
     else:

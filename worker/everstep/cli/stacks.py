@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from everstep.cli.agents import Answer, Format, Job, NoAgent, Output, Where, ask, head, put_json
+from everstep.cli.agents import Answer, Format, Job, NoAgent, Output, ask, head, put_json
 from everstep.cli.jobs.commands import Context, Kubeconfig, Namespace
 from everstep.cli.printing import say
 from everstep.contract.agent_requests import STACKS
-from everstep.jobs.source import JobError
+from everstep.jobs.source import JobError, Where
 
 SECONDS = 20.0  # for an agent to ask its processes
 
@@ -28,8 +28,8 @@ def stacks(
 
     Nothing is stopped. A process that does not answer, because it holds the interpreter's lock, is read by a signal.
     """
-    where = Where(job, namespace, context, kubeconfig)
-    answers = ask(where, STACKS, SECONDS, ["stacks", *([job] if job else [])])
+    where = Where(namespace, context, kubeconfig)
+    answers = ask(job, where, STACKS, SECONDS, ["stacks", *([job] if job else [])])
     if output is not Format.TEXT:
         put_json(answers, output)
     else:
