@@ -10,17 +10,15 @@ from __future__ import annotations
 import csv
 import hashlib
 import importlib
-import io
 import json
-import pickletools
 import re
 import warnings
-import zipfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from everstep.rehearse import pickled
 
 TEXT_BYTES = 2**20  # of one file whose lines are compared
 ALL_BYTES = 32 * 2**20  # of all such files of a run
@@ -97,44 +95,8 @@ def _digest_of_pickle(path: Path, content: bytes) -> str:
         with warnings.catch_warnings(action="ignore"):  # of other protocols of pickle
             return f"content {contents.digest_of(torch.load(path, map_location='cpu', weights_only=True))}"
     except Exception:  # another kind of file, or it has a class of the script's, such as its model
-        return _digest_of_objects(content)
-
-
-def _digest_of_objects(content: bytes) -> str:
-    """Of what a pickle of any objects says, and of the tensors beside it, without making one of them: a class may run
-    code of the script. "" for another kind of file."""
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        if content.startswith(b"\x80"):
-            pickled = content
-        else:
-            with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                names = sorted(archive.namelist())
-                pickled = archive.read(next(name for name in names if name.endswith("/data.pkl")))
-                for name in names:
-                    if "/data/" in name:
-                        digest.update(archive.read(name))
-        for part in _operations(pickled):
-            digest.update(repr(part).encode())
-    except Exception:  # bytes that only begin like such a file may raise anything
-        return ""
-    return f"content {digest.hexdigest()}"
-
-
-def _operations(pickled: bytes) -> Iterator[tuple[str, Any]]:
-    """The operations of a pickle. Where it refers to an earlier text or number, that is written out: whether two equal
-    ones are one object is another in each process."""
-    memo = dict[Any, tuple[str, Any] | None]()
-    literal: tuple[str, Any] | None = None  # the newest object, if it is a text or a number
-    for operation, argument, _ in pickletools.genops(pickled):
-        name = operation.name
-        if "PUT" in name or name == "MEMOIZE":
-            memo[len(memo) if name == "MEMOIZE" else argument] = literal
-        elif name not in ("PROTO", "FRAME"):
-            is_read = "GET" in name
-            is_literal = bool(operation.stack_after) and isinstance(argument, int | float | str | bytes)
-            literal = memo.get(argument) if is_read else ("value", argument) if is_literal else None
-            yield literal or (name, None if is_read else argument)
+        digest = pickled.digest_of(content)
+        return f"content {digest}" if digest else ""
 
 
 def read_printed(folder: Path) -> Printed:
