@@ -205,6 +205,15 @@ def test_what_another_version_or_a_person_has_written_accuses_nobody_and_breaks_
     assert not any(fleet.accuses(Unstructured(status=s)) for s in ({}, {"restarts": None}, {"restarts": {}}))
 
 
+def test_job_of_a_newer_operator_accuses_a_node_also_for_a_reason_that_this_one_does_not_know() -> None:
+    jobs = [job("a", "n1"), job("b", "n1")]
+    for one in jobs:
+        one.status["restarts"]["suspectNodes"][0]["reasons"] = ["CosmicRay"]
+    accusers = fleet.Accusers()
+    accusers.read(NOW, jobs)
+    assert list(accusers.against("z", "default")) == ["n1"]
+
+
 def test_statuses_of_all_jobs_are_read_again_after_some_seconds() -> None:
     accusers = fleet.Accusers()
     accusers.read(NOW, [])

@@ -162,6 +162,14 @@ def test_what_other_jobs_say_never_takes_away_what_the_job_has_met_itself() -> N
     assert excluded(own, accused=accused) == ["n1"], "more than half of the nodes"
 
 
+def test_node_whose_reasons_an_operator_does_not_know_is_shown_with_words_all_the_same() -> None:
+    snapshot, able = ElasticWorld().snapshot(), dict.fromkeys(NODES, True)
+    own = counted(snapshot.now + timedelta(minutes=1), counted(snapshot.now, Restarts(), [LOST]), [LOST])
+    unknown = own.model_copy(update={"suspect_nodes": (own.suspect_nodes[0].model_copy(update={"reasons": ()}),)})
+    (node,) = suspects.excluded(replace(snapshot, fleet=Fleet(able)), unknown, creates=True)
+    assert node.reasons == ("losses there",)
+
+
 def test_image_that_cannot_be_pulled_in_time_accuses_no_node() -> None:
     late = Loss(0, Cause.START_TIMEOUT, "not started in 60 s", "digits-w0-0", "n1")
     assert suspects.of_losses([late], {0: pod()}) == [Accusation("n1", Suspicion.START_TIMEOUT)]

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
-from pydantic import ValidationError
-
 from everstep.contract import labels
+from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import SuspectNode
 from everstep_operator.kube.wire import Node, ObjectMeta, Taint, Unstructured
 from everstep_operator.plan.snapshot import Fleet
@@ -115,16 +114,10 @@ class Accusers:
         return ends
 
 
-def _suspects(job: Unstructured) -> list[SuspectNode]:
-    """Another version may have written the status."""
+def _suspects(job: Unstructured) -> tuple[SuspectNode, ...]:
+    """Another version may have written the status: what is not known of an entry is left out, not the entry."""
     listed = (job.status.get("restarts") or {}).get("suspectNodes")
-    nodes = []
-    for entry in listed if isinstance(listed, list) else ():
-        try:
-            nodes.append(SuspectNode.model_validate(entry))
-        except ValidationError:
-            continue
-    return nodes
+    return parse_status({"restarts": {"suspectNodes": listed}}).restarts.suspect_nodes
 
 
 class AbleNodes:

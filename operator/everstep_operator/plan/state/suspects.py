@@ -182,7 +182,7 @@ def _by_losses(
     reasons: dict[str, list[str]] = {}
     for node in restarts.suspect_nodes:
         if node.name in fleet.able and (end := excluded_until(node, snapshot.now)) is not None:
-            until[node.name], reasons[node.name] = end, [", ".join(node.reasons)]
+            until[node.name], reasons[node.name] = end, [", ".join(node.reasons) or "losses there"]
     if 2 * len(until) > len(fleet.able):
         until, reasons = {}, {}
     accused = {name: end for name, end in fleet.accused.items() if name in fleet.able and end > snapshot.now}
