@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 
 class Better(StrEnum):
@@ -111,11 +112,18 @@ def table(figures: Iterable[Figure]) -> str:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """An argument parser with what every benchmark takes: `--quick` and `--json PATH`."""
+    """An argument parser with what every benchmark takes: `--quick` and `--json PATH`. A benchmark that has one and is
+    ended, by `timeout` for example, ends what it has started, as after an error."""
+    signal.signal(signal.SIGTERM, _leave)
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--quick", action="store_true", help="few samples: shows that it works, proves no figure")
     p.add_argument("--json", type=Path, metavar="PATH", help="write the figures there; - for standard output")
     return p
+
+
+def _leave(number: int, _frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # once: what cleans up is not to be interrupted
+    sys.exit(128 + number)
 
 
 def finish(figures: Sequence[Figure], args: argparse.Namespace, out: TextIO | None = None) -> int:

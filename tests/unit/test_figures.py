@@ -3,6 +3,8 @@
 import importlib.util
 import io
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -105,3 +107,31 @@ def test_json_to_standard_output_is_only_json() -> None:
         == 0
     )
     assert json.loads(out.getvalue())["figures"][0]["name"] == "x"
+
+
+def test_benchmark_that_is_ended_ends_what_it_has_started() -> None:
+    script = (
+        "import subprocess, sys\n"
+        "from figures import parser\n"
+        "parser(None).parse_args()\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], stdout=subprocess.DEVNULL)\n"
+        "try:\n"
+        "    print(child.pid, flush=True)\n"
+        "    child.wait()\n"
+        "finally:\n"
+        "    child.kill()\n"
+        "    child.wait()\n"
+        "    print('cleaned up', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2] / "benchmarks",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip().isdigit()
+    process.terminate()
+    printed, errors = process.communicate(timeout=30)
+    assert (process.returncode, printed, errors) == (128 + signal.SIGTERM, "cleaned up\n", "")
