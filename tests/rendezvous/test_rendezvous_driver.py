@@ -340,7 +340,7 @@ def test_members_stay_present_while_a_slow_store_is_asked_who_is_gone() -> None:
     with crew(lambda: store, Sizes(2, 3), replace(QUICK, ttl=6.0)) as job:
         job.start("abc")
         store.free.clear()
-        store.ask("ghost", b"{}", QUICK.ttl)
+        store.announce("ghost", b"{}", QUICK.ttl)
         store.withdraw("ghost")
         try:
             until(lambda: store.waiting.total() >= 3)
@@ -372,7 +372,7 @@ def test_lapse_that_cannot_be_looked_into_is_asked_about_ever_less_often() -> No
     with crew(lambda: store, Sizes(1, 1)) as job:
         job.start("a")
         store.deaf.set()
-        store.ask("ghost", b"{}", QUICK.ttl)
+        store.announce("ghost", b"{}", QUICK.ttl)
         store.withdraw("ghost")
         until(lambda: len(store.asked) >= 10)
         pauses = [after - before for before, after in pairwise(store.asked)]
@@ -389,11 +389,11 @@ class Overtaking(MemoryStore):
         self.again, self.newer = threading.Event(), threading.Event()
         self.asked = Counter[bool]()
 
-    def ask(self, agent: str, value: bytes, ttl: float) -> float:
+    def announce(self, agent: str, value: bytes, ttl: float) -> float:
         is_newer, is_again = decode_join_request(value).after > 0, self.again.is_set()
         if is_again and not is_newer:
             self.newer.wait(1.0)
-        grace = super().ask(agent, value, ttl)
+        grace = super().announce(agent, value, ttl)
         if is_newer:
             self.newer.set()
         self.asked[is_again] += 1

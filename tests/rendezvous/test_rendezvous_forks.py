@@ -19,7 +19,8 @@ from support.rendezvous.agents import LIMIT, until
 from support.rendezvous.etcd_server import EtcdCluster
 from support.rendezvous.operator_server import OperatorServer
 
-EMPTY = encode(Document(Sizes(1, 3)))
+# The operator writes no join request into it.
+CLOSED = encode(Document(Sizes(1, 3), closed="over"))
 CHILDREN = 5
 
 Store = EtcdStore | HttpStore
@@ -40,7 +41,7 @@ def operator_store(operator: OperatorServer) -> HttpStore:
 @pytest.mark.parametrize("backend", ["etcd_store", "operator_store"])
 def test_a_forked_child_uses_connections_of_its_own(request: pytest.FixtureRequest, backend: str) -> None:
     store: Store = request.getfixturevalue(backend)
-    version = store.compare_and_swap(0, EMPTY)
+    version = store.compare_and_swap(0, CLOSED)
     assert version is not None
     until(lambda: store.watch(View(None, 0), 1.0).version == version)
     busy = threading.Event()
@@ -62,7 +63,7 @@ def test_a_forked_child_uses_connections_of_its_own(request: pytest.FixtureReque
     busy.set()
     for thread in threads:
         thread.join(LIMIT)
-    assert store.read().document == EMPTY
+    assert store.read().document == CLOSED
     assert set(store.present()) == {f"child-{i}" for i in range(CHILDREN)}
 
 
@@ -73,7 +74,7 @@ def child(store: Store, i: int, version: int) -> int:
         mine = store.read()
         store.announce(f"child-{i}", JoinRequest(Member(-1, f"child-{i}"), 0, Sizes(1, 3)).encode(), 60.0)
         seen = store.watch(View(None, 0), 10.0)
-        later = store.compare_and_swap(version, EMPTY) if i == 0 else version
+        written = store.compare_and_swap(version + 1, CLOSED)  # it is of another version
     except BaseException:  # whatever it is: the parent's test must not go on in the child
         return 1
-    return 0 if mine.document == EMPTY and seen.version >= version and later is not None else 2
+    return 0 if mine.document == CLOSED and seen.version >= version and written is None else 2

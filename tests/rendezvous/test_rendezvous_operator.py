@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from everstep.contract.document import MAX_BYTES, Document, JoinRequest, Member, Sizes, encode
+from everstep.contract.document import MAX_BYTES, Document, JoinRequest, Member, Sizes, decode, encode
 from everstep.contract.rounds import (
     DOCUMENT_PATH,
     EXPIRATIONS_HEADER,
@@ -292,10 +292,11 @@ def test_request_that_makes_no_sense_gets_a_4xx_and_nothing_changes(
     job = operator.create_job(f"job-{uuid.uuid4().hex}")
     pod = operator.create_pod(job, 0)
     store = operator.store(pod)
-    version = store.compare_and_swap(0, encode(EMPTY))
+    store.compare_and_swap(0, encode(EMPTY))
     store.announce("a", join_request("a"), 30.0)
+    until(lambda: (document := store.read().document) is not None and decode(document).joining)
     before = store.read()
-    found = {name: str(version) if value == "VERSION" else value for name, value in headers.items()}
+    found = {name: str(before.version) if value == "VERSION" else value for name, value in headers.items()}
     assert send(operator, pod, method, path, body, found) == status
     assert store.read() == before
     assert set(store.present()) == {"a"}

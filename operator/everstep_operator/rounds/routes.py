@@ -21,7 +21,6 @@ from everstep.contract.rounds import (
     EXPIRATIONS_HEADER,
     EXPIRATIONS_PARAMETER,
     GRACE_HEADER,
-    JOIN_HEADER,
     MAX_JOIN_REQUEST_BYTES,
     MAX_WAIT,
     PRESENCE_PATH,
@@ -150,8 +149,6 @@ class RoundRoutes:
             return body.response(request)
         rounds = self._rounds.of(agent.job)
         rounds.announce(agent.worker, _agent(request), body, ttl)
-        if JOIN_HEADER not in request.headers:
-            return web.Response(status=204)
         grace = rounds.request_write(_agent(request))
         response = _document_response(await rounds.read(0))  # the agent would ask for the document next
         response.headers[GRACE_HEADER] = f"{grace:g}"

@@ -9,13 +9,12 @@ the wire it is named `lapses`, as it was first: agent and operator may be of dif
 | read | GET document?version=V&lapses=L (what it knows; 0, -1) | 200 document, 204 there is none, 304 the same |
 | watch | GET document?version=V&lapses=L&wait=SECONDS | the same, as soon as it differs, else 304 |
 | compare and swap | PUT document, Everstep-Version: EXPECTED | 204 with its version, 412 another is there |
-| announce | PUT presence/AGENT, Everstep-Ttl: SECONDS, body: the join request | 204 |
+| announce | PUT presence/AGENT, Everstep-Ttl: SECONDS, body: the join request | as read, and Everstep-Grace: seconds |
 | renew | POST presence/AGENT | 204, 410 it has expired |
-| ask | announce, with Everstep-Join: 1 | as read, and Everstep-Grace: seconds in which the operator writes it |
 | withdraw | DELETE presence/AGENT | 204 |
 | present | GET presence | 200 {agent: join request as text} |
 
-An answer without Everstep-Grace is 204, of an operator that writes no join requests: agents do it then.
+In the seconds of Everstep-Grace the operator writes the join request into the document.
 
 Each may be answered 307 by a follower, to the same path at the leader; 400 not understood; 401 no valid token; 403 not
 for this pod; 413 too large; 503 with Retry-After, again later. What is not 2xx, 304 or 307 has `{"reason": text}`.
@@ -29,7 +28,6 @@ PRESENCE_PATH = "/v1/rounds/presence"
 VERSION_HEADER = "Everstep-Version"
 EXPIRATIONS_HEADER, EXPIRATIONS_PARAMETER = "Everstep-Lapses", "lapses"
 TTL_HEADER = "Everstep-Ttl"
-JOIN_HEADER = "Everstep-Join"
 GRACE_HEADER = "Everstep-Grace"
 
 MAX_JOIN_REQUEST_BYTES = 16 * 1024

@@ -114,7 +114,7 @@ class Driver:
 
     def _ask(self, join_request: JoinRequest) -> float:
         with self._announcing:
-            grace = self._store.ask(join_request.member.agent, join_request.encode(), self._settings.ttl)
+            grace = self._store.announce(join_request.member.agent, join_request.encode(), self._settings.ttl)
             self._join_request = join_request
         with self._changed:
             if not self._threads:
@@ -301,7 +301,7 @@ class Driver:
         log.warning("this agent's lease had expired: the others may have gone on without it")
         with self._announcing:
             if self._join_request is not None:
-                self._store.ask(self.agent, self._join_request.encode(), self._settings.ttl)
+                self._store.announce(self.agent, self._join_request.encode(), self._settings.ttl)
 
     def _watch_until(self, when: float) -> None:
         with self._changed:

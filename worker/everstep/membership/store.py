@@ -49,12 +49,9 @@ class RoundStore(Protocol):
         The view may be older than what `read` gives.
         """
 
-    def announce(self, agent: str, value: bytes, ttl: float) -> None:
-        """Make the agent present, with this value, until `ttl` seconds pass without `renew`."""
-
-    def ask(self, agent: str, value: bytes, ttl: float) -> float:
-        """Do what `announce` does, with a join request as the value, and ask the store to write the request into the
-        document. Only the operator's store does that.
+    def announce(self, agent: str, value: bytes, ttl: float) -> float:
+        """Make the agent present, with a join request as the value, until `ttl` seconds pass without `renew`. Ask the
+        store to write the request into the document. Only the operator's store does that.
 
         Returns how many seconds to wait for the request to be in the document; an agent that does not see it there by
         then writes it by itself. 0: this store does not write requests. A store that does has read the document when

@@ -65,7 +65,7 @@ class EtcdStore(Watching):
         self._merge(View(document, version, 0, self._era), version)
         return version
 
-    def announce(self, agent: str, value: bytes, ttl: float) -> None:
+    def announce(self, agent: str, value: bytes, ttl: float) -> float:
         lease, held_ttl = self._leases.get(agent, ("", 0.0))
         if held_ttl != ttl or not self._put(agent, value, lease):
             whole = max(MIN_TTL, math.ceil(ttl))
@@ -73,9 +73,6 @@ class EtcdStore(Watching):
             if not self._put(agent, value, lease):
                 raise StoreUnavailable(f"a lease of {whole} s expired before it was used")
         self._leases[agent] = (lease, ttl)
-
-    def ask(self, agent: str, value: bytes, ttl: float) -> float:
-        self.announce(agent, value, ttl)
         return 0.0
 
     def renew(self, agent: str) -> bool:

@@ -56,16 +56,13 @@ class MemoryStore:
                     return View(self._document, self._version, self._expirations)
                 self._changed.wait(min(deadline, self._earliest) - now)
 
-    def announce(self, agent: str, value: bytes, ttl: float) -> None:
+    def announce(self, agent: str, value: bytes, ttl: float) -> float:
         with self._changed:
             until = self._clock() + ttl
             self._present[agent] = _Presence(value, ttl, until)
             if until < self._earliest:
                 self._earliest = until
                 self._changed.notify_all()  # a waiter that sleeps until the old earliest expiration would wake too late
-
-    def ask(self, agent: str, value: bytes, ttl: float) -> float:
-        self.announce(agent, value, ttl)
         return 0.0
 
     def renew(self, agent: str) -> bool:

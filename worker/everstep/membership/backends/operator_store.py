@@ -8,7 +8,7 @@ counted.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everstep.contract.document import MAX_BYTES
@@ -17,7 +17,6 @@ from everstep.contract.rounds import (
     EXPIRATIONS_HEADER,
     EXPIRATIONS_PARAMETER,
     GRACE_HEADER,
-    JOIN_HEADER,
     MAX_PRESENT_BYTES,
     PRESENCE_PATH,
     TTL_HEADER,
@@ -64,12 +63,11 @@ class HttpStore(Watching):
             self._merge(View(document, version, self._counted), self._known())
         return version
 
-    def announce(self, agent: str, value: bytes, ttl: float) -> None:
-        self._announce(agent, value, {TTL_HEADER: f"{ttl:g}"})
-
-    def ask(self, agent: str, value: bytes, ttl: float) -> float:
+    def announce(self, agent: str, value: bytes, ttl: float) -> float:
         known = self._known()
-        reply = self._announce(agent, value, {TTL_HEADER: f"{ttl:g}", JOIN_HEADER: "1"}, (200, 204))
+        reply = self._calls.call(
+            "PUT", _presence(agent), expect=(200, 204), body=value, headers={TTL_HEADER: f"{ttl:g}"}, limit=MAX_BYTES
+        )
         grace = _grace(reply)
         if grace:
             self._merge(_seen(reply), known)
@@ -93,11 +91,6 @@ class HttpStore(Watching):
         return {agent: value.encode() for agent, value in presence.items()}
 
     # --- inside
-
-    def _announce(
-        self, agent: str, value: bytes, headers: Mapping[str, str], expect: Collection[int] = (204,)
-    ) -> Reply:
-        return self._calls.call("PUT", _presence(agent), expect=expect, body=value, headers=headers, limit=MAX_BYTES)
 
     def _look(self, path: str, reply: float | None = None) -> View | None:
         """The operator's document and counts; None if it says that nothing is new."""
@@ -163,9 +156,9 @@ def _seen(reply: Reply) -> View:
 def _grace(reply: Reply) -> float:
     """Seconds in which the operator writes the join request; 0 if it writes none."""
     try:
-        seconds = float(reply.headers.get(GRACE_HEADER, "0"))
-    except ValueError:
-        seconds = 0.0
+        seconds = float(reply.headers[GRACE_HEADER])
+    except (KeyError, ValueError):
+        raise StoreUnavailable(f"the operator's answer has no {GRACE_HEADER}: it may be no Everstep operator") from None
     return min(seconds, MAX_GRACE) if seconds > 0 else 0.0
 
 
