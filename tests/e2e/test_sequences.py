@@ -21,6 +21,6 @@ WORKER_NODES = 2  # of the kind cluster
 @pytest.mark.long
 @pytest.mark.kind
 @pytest.mark.alone  # most of them take nodes, the operator or the store away
-@pytest.mark.parametrize("text", texts(os.environ, (0,), Place(WORKER_NODES, store=True)))
+@pytest.mark.parametrize("text", texts(os.environ, (0,), Place(WORKER_NODES, store=True, quota=True)))
 def test_random_sequence_ends_as_if_undisturbed(text: str, new_job: Callable[..., Job]) -> None:
     play(new_job(), text, "tests/e2e/test_sequences.py")

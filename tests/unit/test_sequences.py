@@ -12,7 +12,7 @@ from support.scenarios import rows
 from support.scenarios.lines import Asked
 from support.scenarios.sequences import EACH_TIME, KINDS, MOST, Place, sequence
 
-places = st.builds(Place, st.integers(1, 5), st.booleans())
+places = st.builds(Place, st.integers(1, 5), st.booleans(), st.booleans())
 seeds = st.integers(0, 10**9)
 AWAY = ("kill-node", "pause-node", "drain-node")
 
@@ -24,7 +24,7 @@ def words_of(text: str) -> list[list[str]]:
 
 @given(seeds, places)
 def test_sequence_suspends_resumes_and_takes_nodes_only_where_that_can_be(seed: int, place: Place) -> None:
-    suspended, away, kind = False, 0, KINDS[seed % len(KINDS)]
+    suspended, limited, away, kind = False, False, 0, KINDS[seed % len(KINDS)]
     job, *lines = words_of(sequence(seed, place))
     workers = Asked.parse(job[1:]).workers
     assert 1 <= workers <= MOST
@@ -40,6 +40,17 @@ def test_sequence_suspends_resumes_and_takes_nodes_only_where_that_can_be(seed: 
                 away += 1
                 assert 1 <= int(number) <= place.nodes
                 assert away < place.nodes, "no node is left"
+            case ["flap-node", number]:
+                assert not away, "it brings all nodes back"
+                assert 1 <= int(number) <= place.nodes
+            case ["quota", number]:
+                assert place.quota
+                assert not limited
+                assert int(number) >= 1
+                limited = True
+            case ["no-quota"]:
+                assert limited
+                limited = False
             case ["start-nodes"]:
                 assert away
                 away = 0
@@ -54,6 +65,7 @@ def test_sequence_suspends_resumes_and_takes_nodes_only_where_that_can_be(seed: 
                 assert all(0 <= int(one) < workers for one in which)
             case ["until", "further", _]:
                 assert not suspended, "no step will come"
+                assert not limited, "none may come"
             case ["restart-store"]:
                 assert place.store
             case ["wait", seconds]:
@@ -61,6 +73,7 @@ def test_sequence_suspends_resumes_and_takes_nodes_only_where_that_can_be(seed: 
             case _:
                 pass
     assert not suspended
+    assert not limited
     assert not away
     assert lines[-2:] == [["until", "complete"], ["expect", "outcome"]]
 
@@ -81,7 +94,7 @@ def test_job_has_steps_left_for_every_moment_of_its_sequence(seed: int, place: P
 
 ALL_EVENTS = {
     "delete-pod", "kill-process", "scale", "suspend", "resume", "drain-node", "kill-node", "pause-node", "start-nodes",
-    "kill-operator", "restart-store",
+    "flap-node", "kill-operator", "restart-store",
 }  # fmt: skip
 
 
@@ -98,6 +111,9 @@ def test_fifty_seeds_have_every_kind_of_job_and_every_event() -> None:
     assert {" ".join(text[0][5:8]) for text in texts} == {
         f"script={k.script} launcher={k.launcher} backend={k.backend}" for k in KINDS
     }
+    assert {word for text in texts for word in text[0] if word.startswith("spares=")} == {"spares=1"}
+    with_quota = [words_of(sequence(seed, Place(2, store=True, quota=True))) for seed in range(50)]
+    assert {words[0] for text in with_quota for words in text} >= ALL_EVENTS | {"quota", "no-quota"}
     assert {words[0] for text in texts for words in text} >= ALL_EVENTS
     deleted = {
         len(words) - 1 if words[1] != "all" else 0 for text in texts for words in text if words[0] == "delete-pod"

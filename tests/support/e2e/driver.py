@@ -28,7 +28,8 @@ MANIFESTS = TESTS / "cluster" / "manifests"
 SCRIPTS_FOLDER = "/scripts"  # in workers, for scripts that are not in the image
 KILL_PROCESS = Path(training_processes.__file__).read_text()
 # What these take, another test's job has too.
-SHARED = ("kill-node", "pause-node", "drain-node", "kill-operator", "restart-store")
+SHARED = ("kill-node", "pause-node", "drain-node", "flap-node", "kill-operator", "restart-store")
+QUOTA = "few-pods"
 STARTED = 120.0  # seconds until pods run, or nodes take them
 
 
@@ -180,6 +181,11 @@ class Job(Player):
     def pause_node(self, name: str) -> None:
         self.killed_nodes.append(name)
         self.inject(lambda: self.cluster.pause_node(name))
+
+    def set_quota(self, pods: int | None) -> None:
+        self.kubectl("delete", "quota", QUOTA, "--ignore-not-found")
+        if pods is not None:
+            self.kubectl("create", "quota", QUOTA, f"--hard=pods={pods}")
 
     def drain_node(self, name: str) -> None:
         """As far as the disruption budget lets it come in a short time; the node takes no pods afterwards."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # What disturbs a job. One that has ended is not disturbed by it, whether the line can be carried out or not.
 FAULTS = (
     "delete-pod", "kill-process", "kill-torchrun", "lose-processes", "kill-node-of", "kill-node", "pause-node",
-    "drain-node", "drain-node-of", "kill-operator", "restart-store", "scale", "suspend",
+    "drain-node", "drain-node-of", "flap-node", "kill-operator", "restart-store", "scale", "suspend", "quota",
 )  # fmt: skip
 
 
@@ -194,7 +194,11 @@ def _do(player: Player, words: list[str]) -> None:
             player.kill_node_of(int(index))
         case ["drain-node-of", index]:
             player.drain_node(player.node_of(int(index)))
-        case [("kill-node" | "pause-node" | "drain-node") as verb, number]:
+        case ["quota", pods]:
+            player.set_quota(int(pods))
+        case ["no-quota"]:
+            player.set_quota(None)
+        case [("kill-node" | "pause-node" | "drain-node" | "flap-node") as verb, number]:
             getattr(player, verb.replace("-", "_"))(player.node_names()[int(number) - 1])
         case [("kill-operator" | "restart-store" | "start-nodes") as verb]:
             getattr(player, verb.replace("-", "_"))()

@@ -39,6 +39,7 @@ LINE = re.compile(r"^(start|step)=?[ \d]", re.MULTILINE)  # what a script says w
 
 STEP = re.compile(r"^step=(\d+) ", re.MULTILINE)
 SECONDS = 120.0  # that one wait may take
+FLAPS = (0.5, 2.0, 1.0)  # seconds that a flapping node stands still
 BUSY = 3  # such bounds are for a machine with nothing else to do; others are so much slower
 
 
@@ -126,6 +127,17 @@ class Player(ABC):
     @abstractmethod
     def pause_node(self, name: str) -> None:
         """Its processes stand still, and its connections stay open."""
+
+    def flap_node(self, name: str) -> None:
+        """It stands still and goes on, three times; other nodes are all there."""
+        for seconds in FLAPS:
+            self.pause_node(name)
+            time.sleep(seconds)
+            self.start_nodes()
+
+    def set_quota(self, pods: int | None) -> None:
+        """So many pods may exist at a time; None: any number. Only where a place has quotas."""
+        raise ScenarioError(f"quota {pods}: this place has none")
 
     @abstractmethod
     def drain_node(self, name: str) -> None:

@@ -1,8 +1,8 @@
 """Random sequences of what users and machines do to a job, as scenario texts.
 
 Pure: a seed and a place give a text. Invariants: a job is resumed only if it is suspended and suspended only if it is
-not; at least one node takes pods at any time; at the end the job is not suspended and every node is back; a size is one
-that the job may have. `tests/unit/test_sequences.py` holds it to them with a reader of its own.
+not; at least one node takes pods at any time; at the end the job is not suspended, no quota is left and every node is
+back; a size is one that the job may have. `tests/unit/test_sequences.py` holds it to them with a reader of its own.
 """
 
 from __future__ import annotations
@@ -15,27 +15,31 @@ MOST = 4  # workers
 EVENTS = (3, 6)
 PAUSE = 0.04  # seconds a step
 STEPS = 120  # that are left over for the recoveries, whatever the moments take
-EACH_TIME = (2, 23, 50)  # the seeds that `make nightly` plays locally: together they have every event
+EACH_TIME = (21, 48, 56)  # the seeds that `make nightly` plays locally: together they have every event
 EVERY = (8, 40, 100_000)  # steps between commits; the last: none but those of a stop and of the end
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a text is played: nodes that take workers, and whether its store can be restarted."""
+    """Where a text is played: nodes that take workers, whether its store can be restarted, and whether a quota can be
+    set."""
 
     nodes: int
     store: bool
+    quota: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A job. `elastic`: its sizes are 1 to `MOST`. `resizes`: how many workers are wanted may be changed."""
+    """A job. `elastic`: its sizes are 1 to `MOST`. `resizes`: how many workers are wanted may be changed. `spares`:
+    workers that wait for a lost one's place."""
 
     script: str
     launcher: str
     backend: str
     elastic: bool
     resizes: bool = True
+    spares: int = 0
 
 
 KINDS = (
@@ -49,6 +53,7 @@ KINDS = (
     Kind("digits", "everstep-run", "everstep", elastic=False),
     Kind("ledger", "torchrun", "etcd", elastic=True),
     Kind("ledger", "everstep-run", "etcd", elastic=True),
+    Kind("ledger", "everstep-run", "everstep", elastic=True, spares=1),
 )
 
 
@@ -60,6 +65,7 @@ class _State:
         self.workers = rng.randint(2, 3)
         self.suspended = False
         self.away: str = ""  # what was done to the one node that is not there
+        self.limited = False  # whether a quota allows few pods
         self.steps = STEPS
 
     def choices(self) -> dict[str, int]:
@@ -72,7 +78,9 @@ class _State:
         if self.away:
             found["start-nodes"] = 6
         elif self.place.nodes > 1:
-            found |= {"kill-node": 2, "pause-node": 2, "drain-node": 2}
+            found |= {"kill-node": 2, "pause-node": 2, "drain-node": 2, "flap-node": 2}
+        if self.place.quota:
+            found |= {"no-quota": 6} if self.limited else {"quota": 2}
         if self.suspended:
             return found | {"resume": 6}
         return found | {"suspend": 3, "delete one": 2, "delete some": 2, "delete all": 3, "kill-process": 3}
@@ -99,8 +107,16 @@ class _State:
             case "kill-node" | "pause-node" | "drain-node":
                 self.away = what
                 return f"{what} {rng.randint(1, self.place.nodes)}"
+            case "flap-node":
+                return f"{what} {rng.randint(1, self.place.nodes)}"
             case "start-nodes":
                 self.away = ""
+                return what
+            case "quota":
+                self.limited = True
+                return f"{what} {rng.randint(1, MOST)}"
+            case "no-quota":
+                self.limited = False
                 return what
             case _:
                 return f"maybe {what}"
@@ -108,7 +124,8 @@ class _State:
     def moment(self) -> str:
         """When the next thing comes: after so many seconds, or so many steps of a job that can take them."""
         # Nobody replaces at once what stands still, and torchrun waits for it.
-        if self.suspended or self.away == "pause-node" or self.rng.random() < 0.6:
+        stands = self.suspended or self.limited or self.away == "pause-node"
+        if stands or self.rng.random() < 0.6:
             seconds = round(self.rng.choice((0.0, 0.3, 1.0, 4.0)) * self.rng.uniform(0.5, 1.5), 2)
             self.steps += int(seconds / PAUSE)
             return f"wait {seconds}"
@@ -127,11 +144,14 @@ def sequence(seed: int, place: Place, kinds: tuple[Kind, ...] = KINDS) -> str:
         choices = state.choices()
         what = rng.choices(list(choices), list(choices.values()))[0]
         lines += [state.moment(), state.take(what)]
-    lines += [f"wait {rng.uniform(0.5, 3):.2f}"] if state.away or state.suspended else []
+    lines += [f"wait {rng.uniform(0.5, 3):.2f}"] if state.away or state.suspended or state.limited else []
     lines += ["start-nodes"] if state.away else []
+    lines += ["no-quota"] if state.limited else []
     lines += ["resume"] if state.suspended else []
     job = (
         f"job workers={workers} steps={state.steps} pause={PAUSE} every={rng.choice(EVERY)} script={kind.script}"
-        f" launcher={kind.launcher} backend={kind.backend}" + (f" sizes=1:{MOST}" if kind.elastic else "")
+        f" launcher={kind.launcher} backend={kind.backend}"
+        + (f" sizes=1:{MOST}" if kind.elastic else "")
+        + (f" spares={kind.spares}" if kind.spares else "")
     )
     return "\n".join([f"{SEED_LINE}{seed}", job, "until step 5", *lines, "until complete", "expect outcome"]) + "\n"
