@@ -114,3 +114,41 @@ def test_rank_that_is_lost_behind_the_last_evaluation_leaves_a_run_that_ends(loo
     assert [run["killed"] for run in done.report["runs"]] == [0, 0, 1], done.shown
     assert done.code == 0, done.shown
     assert done.findings == []
+
+
+ACCELERATED = """
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from everstep.train.adapters.accelerate import start
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=12, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+run = start(accelerator, "commits", every_steps=100)
+for _ in run.epochs(50):
+    for data, target in loader:
+        accelerator.backward(mse_loss(model(data), target))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.evaluate(model.eval)
+run.close()
+"""
+
+
+def test_rank_that_is_lost_where_a_rehearsal_ends_a_loop_of_accelerate_leaves_a_run_that_ends(tmp_path: Path) -> None:
+    """In the middle of an epoch: the process that comes has steps of it left, and the others have enough."""
+    (tmp_path / "train.py").write_text(ACCELERATED)
+    done = play(
+        tmp_path, "--ranks", "2", "--steps", "14", "--kill", "rank", "--at", "1@14:evaluated", "--limit", "100",
+        seconds=330,
+    )  # fmt: skip
+    assert [run["killed"] for run in done.report["runs"]] == [0, 0, 1], done.shown
+    assert done.code == 0, done.shown
+    assert done.findings == []

@@ -52,6 +52,7 @@ from everstep.train.guards.comparison import rehearsed
 from everstep.train.guards.comparison.restart_check import NEXT
 from everstep.train.guards.plain_values import Roots, plain_values
 from everstep.train.guards.script_objects import is_own
+from everstep.train.nested_loops import NestedLoops
 from everstep.train.worlds import RESERVED
 
 COMMIT_SECONDS = 60.0
@@ -142,6 +143,12 @@ class Watch:
                 if watch.ends(run):
                     return
 
+        left: Any = NestedLoops.steps_left
+
+        def steps_left(nesting: NestedLoops) -> bool:
+            # Also in a process that comes when the others have enough, in the middle of an epoch.
+            return left.fget(nesting) and not (watch.run is not None and watch._has_enough(watch.run))
+
         # The session reads the text of the loop that asks for a step: the script's, and not this one.
         for function in (stepping, over_epochs):
             function.__code__ = function.__code__.replace(co_filename=session.__file__)
@@ -149,6 +156,7 @@ class Watch:
         replace_all(
             (everstep, "start", started), (session, "start", started), (Checkpointer, "__init__", made),
             (session.Run, "steps", stepping), (session.Run, "epochs", over_epochs),
+            (NestedLoops, "steps_left", property(steps_left)),
             (rehearsed, "look_up", lambda _: None),  # what is proved anew is not left out
             (opening, "compare_url", lambda *_: None),  # each URL is replaced here
         )  # fmt: skip
@@ -156,10 +164,13 @@ class Watch:
     def ends(self, run: session.Run) -> bool:
         """Whether the rehearsal has enough steps. They are then all that the run has: a process that is lost between
         here and the run's end is replaced as behind the last step, and not as in a loop that was left early."""
-        if run.step < self.base + self.limit:
+        if not self._has_enough(run):
             return False
         run._goal = run.step
         return True
+
+    def _has_enough(self, run: session.Run) -> bool:
+        return run.step >= self.base + self.limit
 
     def _wrap_step(self) -> None:
         enter, leave, take = steps.Step.__enter__, steps.Step.__exit__, steps.Step._take
