@@ -623,7 +623,7 @@ def test_object_of_a_library_that_cannot_be_read_is_named_and_harmless_ones_are_
         "pairs": itertools.pairwise([1, 2, 3]), "calls": iter(int, 1), "ended": iter([]), "made": (k for k in ()),
         "notes": tempfile.NamedTemporaryFile(),  # noqa: SIM115  it ends with the test
         "counts": HashStore(), "kind": torch.float32, "cpu": torch.device("cpu"),
-        "dice": random.Random(1), "few": array.array("i", [1]),
+        "dice": random.Random(1), "few": array.array("i", [1]), "annotations": annotations,
         "sums": np.broadcast([1], [2]), "sampled": iter(BatchSampler(range(9), 2, drop_last=True)),
         "lines": opened, "blocks": io.StringIO("1"), "at_once": Path(__file__).open(),  # noqa: SIM115  as above
     }  # fmt: skip

@@ -24,7 +24,7 @@ _STATELESS = frozenset({
     "itertools", "json", "locale", "logging", "operator", "optparse", "os", "pathlib", "pickle", "platform", "posix",
     "re", "selectors", "signal", "socket", "ssl", "string", "struct", "subprocess", "sys", "textwrap",
     "threading", "time", "traceback", "types", "typing", "unittest", "urllib", "uuid", "warnings", "zipfile",
-    "zipimport", "zoneinfo",
+    "zipimport", "zoneinfo", "__future__",
 })  # fmt: skip
 _WITHOUT_STATE = frozenset({
     "", "__main__", "everstep", "google", "grpc", "numpy", "psutil", "pyarrow", "pybind11_builtins", "pydantic_core",
