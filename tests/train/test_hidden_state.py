@@ -43,6 +43,7 @@ from torch.nn.parameter import Parameter
 from torch.utils.data import BatchSampler
 
 from everstep.data import ElasticLoader
+from everstep.rehearse.cache_counts import CacheCounts
 from everstep.rehearse.elsewhere import elsewhere, set_on_objects
 from everstep.rehearse.held_tensors import held_tensors
 from everstep.rehearse.not_read import NotRead
@@ -582,8 +583,8 @@ KEPT: list[Any] = []
 
 
 def read(own: dict[str, Any], state: dict[str, Any]) -> Read:
-    roots = Roots(script(own), state)
-    return plain_values(roots) | held_tensors(roots)[0]
+    roots, caches = Roots(script(own), state), CacheCounts()
+    return plain_values(roots, look=caches.look) | caches.values(roots) | held_tensors(roots)[0]
 
 
 def test_global_that_a_local_hides_is_read_and_so_is_a_private_one() -> None:

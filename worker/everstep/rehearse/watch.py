@@ -34,6 +34,7 @@ from everstep.checkpoint.state.modules import bare
 from everstep.recovery.current_round import CurrentRound
 from everstep.rehearse import heap
 from everstep.rehearse.begun_anew import FILE
+from everstep.rehearse.cache_counts import CacheCounts
 from everstep.rehearse.draws import Draws
 from everstep.rehearse.elsewhere import elsewhere, set_on_objects
 from everstep.rehearse.held_tensors import held_tensors
@@ -51,7 +52,7 @@ from everstep.train.guards import left_state
 from everstep.train.guards.comparison import rehearsed
 from everstep.train.guards.comparison.restart_check import NEXT
 from everstep.train.guards.plain_values import Roots, plain_values
-from everstep.train.guards.script_objects import is_own
+from everstep.train.guards.script_objects import NamedValue, is_own
 from everstep.train.nested_loops import NestedLoops
 from everstep.train.worlds import RESERVED
 
@@ -366,14 +367,19 @@ class Watch:
     def _held(self, roots: Roots, frame: FrameType | None, beyond: list[str]) -> tuple[dict[str, str], list[str]]:
         """The script's own values, but for those of what is tracked; and the names of what cannot be read. `beyond`
         gets those of what is too much to be read."""
-        not_read = NotRead()
+        not_read, caches = NotRead(), CacheCounts()
+
+        def look(named: NamedValue) -> None:
+            not_read.look(named)
+            caches.look(named)
+
         self._of_libraries = kept_by_loaders(roots.values)
-        values = plain_values(roots, beyond, not_read.look)
+        values = plain_values(roots, beyond, look)
         try:
             tensors, unread = held_tensors(roots)
         except Exception as e:  # the script's own classes may raise anything
             tensors, unread = {}, [f"tensors of the script's own ({type(e).__name__}: {e})"]
-        found = {**values, **settings_of(self.tracked), **tensors}
+        found = {**values, **caches.values(roots), **settings_of(self.tracked), **tensors}
         # Another run may read what is unread: what is too much is so beside the others.
         left_out = {*unread, *idle_indices(frame)}
         beyond += unread

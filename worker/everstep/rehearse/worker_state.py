@@ -24,7 +24,6 @@ from everstep.rehearse.elsewhere import elsewhere, set_on_objects
 from everstep.rehearse.record import IN_WORKERS
 from everstep.torch_private import loaders
 from everstep.train.guards.contents import DIGEST, Contents
-from everstep.train.guards.holders import CACHED
 from everstep.train.guards.plain_values import Roots, plain_values
 from everstep.train.guards.script_objects import is_open, walk
 
@@ -73,7 +72,7 @@ class WorkerState:
         }  # fmt: skip
         changed = {
             name for name, text in values.items()
-            if name in self._first and self._first[name] != text and name not in added and CACHED not in name
+            if name in self._first and self._first[name] != text and name not in added
             and text.partition(DIGEST)[0] not in _GENERATORS
         } - self._named  # fmt: skip
         if changed:

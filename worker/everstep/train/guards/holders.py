@@ -16,7 +16,6 @@ import ctypes
 import functools
 import gc
 import io
-import math
 import queue
 import threading
 import types
@@ -85,28 +84,9 @@ def _of_weak_values(value: Any) -> dict[str, Any]:
 
 
 def _of_cache(value: Any) -> dict[str, Any]:
-    """Not how often a value was found in it: a cache that is as full gives the same. Nor how full it is where the
-    function computes the same anew."""
-    info, own = functools._lru_cache_wrapper.cache_info(value), object.__getattribute__(value, "__dict__")
-    counts = {f"{CACHED}misses": info.misses, f"{CACHED}currsize": info.currsize}
-    return {
-        **({} if _is_of_arguments_alone(own.get("__wrapped__")) else counts),
-        **{f".{key}": value for key, value in own.items() if key == "__wrapped__" or not key.startswith("__")},
-    }  # fmt: skip
-
-
-def _is_of_arguments_alone(function: Any) -> bool:
-    """Whether a function reads no more than its arguments and numbers and texts: it calls nothing but some of Python's
-    own functions, and `math`."""
-    if not isinstance(function, types.FunctionType) or function.__closure__:
-        return False
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    code, scope = function.__code__, function.__globals__
-    has_inner = any(isinstance(constant, types.CodeType) for constant in code.co_consts)
-    return not has_inner and all(type(part) in _UNCHANGEABLE for part in defaults) and all(
-        type(scope[name]) in _UNCHANGEABLE or scope[name] is math if name in scope else name in _PURE
-        for name in code.co_names
-    )  # fmt: skip
+    """Not what it keeps: that says when its process began."""
+    own = object.__getattribute__(value, "__dict__").items()
+    return {f".{key}": part for key, part in own if key == "__wrapped__" or not key.startswith("__")}
 
 
 def _of_file(value: Any) -> dict[str, Any] | None:
@@ -123,9 +103,6 @@ def _of_file(value: Any) -> dict[str, Any] | None:
     return parts
 
 
-_UNCHANGEABLE = (bool, int, float, complex, str, bytes, type(None))
-_PURE = frozenset({"abs", "bool", "float", "int", "len", "max", "min", "pow", "range", "round", *dir(math)})
-CACHED = ".cache_info()."
 _SIMPLE: Any = ctypes.c_int.__base__  # of which all numbers are
 _Read = Callable[[Any], dict[str, Any] | None]
 _READ: dict[type, _Read] = {

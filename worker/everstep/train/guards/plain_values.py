@@ -42,7 +42,7 @@ from everstep.train.guards.contents import (
     name_of,
     shape_of,
 )
-from everstep.train.guards.holders import CACHED, parts_of_holder
+from everstep.train.guards.holders import parts_of_holder
 from everstep.train.guards.remedies import of_tensors
 from everstep.train.guards.script_objects import (
     FEW,
@@ -444,8 +444,7 @@ def untracked_values(
         roots = Roots(frame, state)
         values = plain_values(roots, beyond)
         values |= _tensors(roots, carried, beyond)
-        # How full a cache is says when its process began. What is read from it shows in the gradients.
-        values = {name: text for name, text in values.items() if text and CACHED not in name}
+        values = {name: text for name, text in values.items() if text}
     except Exception:  # as above
         log.warning("the script's tensors could not be read, and are not compared", exc_info=True)
     unread = list(dict.fromkeys(name for name in beyond if name.partition(" (")[0] in carried))
