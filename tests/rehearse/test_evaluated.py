@@ -142,6 +142,7 @@ run.close()
 """
 
 
+@pytest.mark.long
 def test_rank_that_is_lost_where_a_rehearsal_ends_a_loop_of_accelerate_leaves_a_run_that_ends(tmp_path: Path) -> None:
     """In the middle of an epoch: the process that comes has steps of it left, and the others have enough."""
     (tmp_path / "train.py").write_text(ACCELERATED)
