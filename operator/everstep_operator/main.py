@@ -101,6 +101,7 @@ class Operator:
             pod_groups=settings.pod_groups,
             namespaces=settings.watch_namespaces,
             nodes=settings.read_nodes,
+            queues=settings.kueue,
         )
         self.leader_probe = LeaderProbe(lambda: self.elector.other_holder_address())  # noqa: PLW0108 - the elector is made below, with this probe
         self.elector = LeaderElector(

@@ -74,6 +74,11 @@ def number_of_workers(count: int) -> str:
     return f"{count} worker{'' if count == 1 else 's'}"
 
 
+def number_of_pods(count: int) -> str:
+    """`1 pod`, `3 pods`."""
+    return f"{count} pod{'' if count == 1 else 's'}"
+
+
 def resizing(before: int, wanted: int) -> str:
     """`resizing from 3 to 4 workers`."""
     return f"resizing from {before} to {number_of_workers(wanted)}"

@@ -19,7 +19,7 @@ from everstep_operator.errors import TerminalError
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 PREFIX = "EVERSTEP_"
-MAX_NAMESPACES = 32  # each has five watches, and so many connections
+MAX_NAMESPACES = 32  # each has six watches, and so many connections
 
 
 class SettingsError(TerminalError):
@@ -89,6 +89,12 @@ VARIABLES = (
         "EVERSTEP_READ_NODES",
         "whether nodes are watched, so that workers of a lost one are replaced, and those of one that leaves are moved",
         "true",
+        ("true", "false"),
+    ),
+    Variable(
+        "EVERSTEP_KUEUE",
+        "whether jobs with the label kueue.x-k8s.io/queue-name wait for quota of that queue of Kueue",
+        "false",
         ("true", "false"),
     ),
     Variable(
@@ -164,6 +170,7 @@ class OperatorSettings:
     watch_namespaces: tuple[str, ...] = ()  # whose jobs are run; empty: all
     read_nodes: bool = True
     review_tokens: bool = True
+    kueue: bool = False  # whether jobs wait in queues of Kueue
     tls_dir: str = ""  # empty: no TLS
     tls_port: int = 8443
     plain_calls: bool = True
@@ -218,6 +225,7 @@ class OperatorSettings:
             watch_namespaces=_namespaces(sources),
             read_nodes=switch("EVERSTEP_READ_NODES"),
             review_tokens=switch("EVERSTEP_REVIEW_TOKENS"),
+            kueue=switch("EVERSTEP_KUEUE"),
             tls_dir=sources.text("EVERSTEP_TLS_DIR"),
             tls_port=number("EVERSTEP_TLS_PORT", 0, 65535),
             plain_calls=switch("EVERSTEP_PLAIN_CALLS"),

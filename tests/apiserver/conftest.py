@@ -25,6 +25,7 @@ from support.apiserver.waiting import make_namespace
 from support.conformity.bodies import NAMESPACES
 from testcluster import programs
 from testcluster.controlplane import ControlPlane
+from testcluster.kueue import Kueue
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,15 @@ def helm() -> Helm:
         return done
 
     return call
+
+
+@pytest.fixture(scope="session")
+def kueue(crd: ControlPlane, kueue_programs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kueue]:
+    """Kueue's controller at the API server, in all namespaces."""
+    server = Kueue(crd, tmp_path_factory.mktemp("kueue"), ("TrainingJob.v1alpha1.everstep.dev",))
+    server.start()
+    yield server
+    server.stop()
 
 
 SERVED = 30.0  # seconds until a new kind is served

@@ -278,6 +278,26 @@ def test_operator_makes_pod_groups_of_the_schedulers_that_the_chart_lists_and_ha
 
 
 @pytest.mark.parametrize("on", [False, True])
+def test_operator_has_rights_to_workloads_and_kueue_to_jobs_where_the_chart_says_so(helm: Any, on: bool) -> None:
+    objects = _objects(helm, *(("--set", "kueue.enabled=true") if on else ()))
+    (container,) = _only(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    settings = OperatorSettings.from_env({v["name"]: v.get("value", "x") for v in container["env"]})
+    assert settings.kueue is on
+    roles = {o["metadata"]["name"]: o for o in objects if o["kind"] == "ClusterRole"}
+    of_kueue = [rule for rule in roles["everstep"]["rules"] if rule.get("apiGroups") == ["kueue.x-k8s.io"]]
+    granted = {(resource, verb) for rule in of_kueue for resource in rule["resources"] for verb in rule["verbs"]}
+    assert (("workloads/status", "patch") in granted, ("resourceflavors", "watch") in granted) == (on, on)
+    assert ("everstep-kueue" in roles) is on
+    if on:
+        (binding,) = [o for o in objects if o["metadata"]["name"] == "everstep-kueue" and o["kind"] != "ClusterRole"]
+        # An upgrade would take it for the binding of another operator.
+        assert binding["metadata"]["labels"]["app.kubernetes.io/component"] == "kueue"
+        assert binding["subjects"] == [
+            {"kind": "ServiceAccount", "name": "kueue-controller-manager", "namespace": "kueue-system"}
+        ]
+
+
+@pytest.mark.parametrize("on", [False, True])
 def test_page_has_its_port_service_rule_and_right_where_the_chart_says_so_and_nowhere_else(helm: Any, on: bool) -> None:
     flags = ("--set", "page.enabled=true") if on else ()
     objects = _objects(helm, *flags)

@@ -1,104 +1,23 @@
 """Kueue's controller answers a Workload that another controller made in the ways that docs/adr/0068 builds on.
 
-Kueue's controller runs as it ships. The part of the operator, which has no integration yet, is played by the test.
+Kueue's controller runs as it ships. The test plays the part of the operator.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from support.apiserver.queues import Queue, make_queue
 from testcluster.kueue import Kueue
 
 pytestmark = [pytest.mark.apiserver, pytest.mark.long, pytest.mark.usefixtures("kueue_programs")]
 
-GROUP = "kueue.x-k8s.io/v1beta2"
 ELASTIC = {"kueue.x-k8s.io/elastic-job": "true"}
 REPLACES = "kueue.x-k8s.io/workload-slice-replacement-for"
-SECONDS = 60.0
-
-
-@pytest.fixture(scope="module")
-def kueue(crd: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kueue]:
-    server = Kueue(crd, tmp_path_factory.mktemp("kueue"), ("TrainingJob.v1alpha1.everstep.dev",))
-    server.start()
-    yield server
-    server.stop()
-
-
-@dataclass
-class Queue:
-    """A queue of a namespace of its own, with so many CPUs on nodes of one flavor."""
-
-    plane: Any
-    server: Kueue
-    namespace: str
-
-    def apply(self, *bodies: dict[str, Any]) -> None:
-        for body in bodies:
-            done = self.plane.kubectl("apply", "--server-side", "-f", "-", input=json.dumps(body))
-            assert done.returncode == 0, done.stderr
-
-    def workload(
-        self, name: str, count: int, least: int | None = None, priority: int = 0, annotations: Mapping[str, str] = {}
-    ) -> dict[str, Any]:
-        """Of workers that ask for one CPU each."""
-        container = {"name": "worker", "image": "train:1", "resources": {"requests": {"cpu": "1"}}}
-        pod_set = {
-            "name": "main", "count": count, **({"minCount": least} if least else {}),
-            "template": {"spec": {"containers": [container], "restartPolicy": "Never"}},
-        }  # fmt: skip
-        return {
-            "apiVersion": GROUP, "kind": "Workload",
-            "metadata": {"name": name, "namespace": self.namespace, "annotations": dict(annotations)},
-            "spec": {"queueName": "queue", "podSets": [pod_set], "priority": priority, "active": True},
-        }  # fmt: skip
-
-    def read(self, name: str) -> dict[str, Any]:
-        done = self.plane.kubectl("get", "workload", name, "-n", self.namespace, "-o", "json")
-        assert done.returncode == 0, done.stderr
-        body: dict[str, Any] = json.loads(done.stdout)
-        return body
-
-    def condition(self, name: str, kind: str) -> dict[str, Any]:
-        found = self.read(name).get("status", {}).get("conditions", [])
-        return next((each for each in found if each["type"] == kind), {"status": "absent"})
-
-    def holds(self, name: str, kind: str) -> bool:
-        return bool(self.condition(name, kind)["status"] == "True")
-
-    def assigned(self, name: str) -> dict[str, Any]:
-        (one,) = self.read(name)["status"]["admission"]["podSetAssignments"]
-        assert isinstance(one, dict)
-        return one
-
-    def set_conditions(self, name: str, *changed: tuple[str, str, str], **status: Any) -> None:
-        """Each with its status and reason; as the controller of a job does."""
-        body = self.read(name)
-        conditions = {each["type"]: each for each in body["status"].get("conditions", [])}
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        for kind, value, reason in changed:
-            conditions[kind] = {
-                "type": kind, "status": value, "reason": reason, "message": "by the test", "lastTransitionTime": now,
-            }  # fmt: skip
-        patch = {"status": {"conditions": list(conditions.values()), **status}}
-        done = self.plane.kubectl(
-            "patch", "workload", name, "-n", self.namespace, "--subresource=status", "--type=merge",
-            "-p", json.dumps(patch),
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-
-    def until(self, what: str, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not holds():
-            assert time.monotonic() < deadline, f"{what}\n{self.server.log()[-3000:]}"
-            time.sleep(0.1)
 
 
 @pytest.fixture
@@ -106,27 +25,7 @@ def queue_of(crd: Any, kueue: Kueue) -> Callable[[int], Queue]:
     def make(cpus: int) -> Queue:
         name = f"kueue-{secrets.token_hex(3)}"
         assert crd.kubectl("create", "namespace", name).returncode == 0
-        queue = Queue(crd, kueue, name)
-        selector = {"matchLabels": {"kubernetes.io/metadata.name": name}}
-        quota = {"name": name, "resources": [{"name": "cpu", "nominalQuota": cpus}]}
-        queue.apply(
-            {
-                "apiVersion": GROUP, "kind": "ResourceFlavor", "metadata": {"name": name},
-                "spec": {"nodeLabels": {"pool": name}},
-            },
-            {
-                "apiVersion": GROUP, "kind": "ClusterQueue", "metadata": {"name": name},
-                "spec": {
-                    "namespaceSelector": selector, "preemption": {"withinClusterQueue": "LowerPriority"},
-                    "resourceGroups": [{"coveredResources": ["cpu"], "flavors": [quota]}],
-                },
-            },
-            {
-                "apiVersion": GROUP, "kind": "LocalQueue", "metadata": {"name": "queue", "namespace": name},
-                "spec": {"clusterQueue": name},
-            },
-        )  # fmt: skip
-        return queue
+        return make_queue(crd, kueue, name, cpus)
 
     return make
 

@@ -58,7 +58,7 @@ class Lane:
 SLOWEST = 15  # tests whose seconds are told at the end of a lane: what has to leave when it takes too long
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 BY_TEST = ("--dist", "worksteal")
-SERVERS = ("control plane", "etcd", "helm", "versitygw", "fake-gcs-server", "azurite", "monitoring kinds")
+SERVERS = ("control plane", "etcd", "helm", "versitygw", "fake-gcs-server", "azurite", "monitoring kinds", "kueue")
 NODES = ("helm", "versitygw", "node programs", "node file systems")
 OF_SERVERS = (
     "run", "train", "adapters", "compat", "agent", "rendezvous", "recovery", "worker", "checkpoint", "storage",
@@ -76,7 +76,7 @@ LANES = {
     # `make nightly` alone has these.
     "long": Lane(
         ("unit", "ordinary", "rehearse", "recipes", *OF_SERVERS), ("-m", "long and not kind"), 2, BY_TEST, WHOLE_LIMIT,
-        (*SERVERS, "prometheus", "s3rver", "oldest API server", "newest API server", "kueue"),
+        (*SERVERS, "prometheus", "s3rver", "oldest API server", "newest API server"),
     ),
     "long-nodes": Lane(("cluster", "e2e"), ("-m", "long and kind and not alone"), 2, BY_TEST, WHOLE_LIMIT, NODES),
     "long-alone": Lane(

@@ -39,9 +39,9 @@ def statuses() -> Iterator[dict[str, Any]]:
     """Each status that the planner wrote in a transcript, once for all that have the same conditions."""
     seen = set[str]()
     for path in sorted(TRANSCRIPTS.rglob("*.txt")):
-        if path.parent.name not in ("transcripts", "elastic"):
+        if path.parent.name not in ("transcripts", "elastic", "queue"):
             continue
-        world = elastic_world.ElasticWorld() if path.parent.name == "elastic" else plan_world.World()
+        world = elastic_world.ElasticWorld() if path.parent.name != "transcripts" else plan_world.World()
         for block in path.read_text().strip("\n").split("\n\n"):
             for line in block.split("\n----", 1)[0].splitlines():
                 if line.strip() and not line.startswith("#"):

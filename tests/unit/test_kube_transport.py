@@ -31,7 +31,23 @@ from everstep_operator.kube.errors import (
     from_response,
 )
 from everstep_operator.kube.framing import split_lines
-from everstep_operator.kube.resources import CONFIGMAPS, EVENTS, LEASES, NETWORK_POLICIES, NODES, PDBS, PODS, SERVICES
+from everstep_operator.kube.resources import (
+    CLAIMS,
+    CONFIGMAPS,
+    EVENTS,
+    FLAVORS,
+    LEASES,
+    NETWORK_POLICIES,
+    NODES,
+    PDBS,
+    POD_GROUPS,
+    PODS,
+    PRIORITY_CLASSES,
+    SERVICES,
+    WORKLOAD_PRIORITY_CLASSES,
+    WORKLOADS,
+    Resource,
+)
 from everstep_operator.kube.service_account import TokenFile
 from everstep_operator.kube.transport import ClientLimits, HttpKubeClient
 from everstep_operator.main import JOBS
@@ -465,7 +481,11 @@ async def test_every_request_is_counted_by_words_that_the_metric_knows(server: S
     metrics = Metrics(process=False)
     server.script = [web.json_response({"metadata": {}, "items": [], "status": {"authenticated": False}})]
     async with HttpKubeClient(KubeConfig(str(server.kubeconfig)), on_answer=metrics.api_request) as client:
-        for resource in (PODS, SERVICES, CONFIGMAPS, EVENTS, LEASES, PDBS, NETWORK_POLICIES, JOBS):
+        objects: tuple[Resource[Any], ...] = (
+            *(PODS, SERVICES, CONFIGMAPS, EVENTS, LEASES, PDBS, NETWORK_POLICIES, CLAIMS, WORKLOADS, JOBS),
+            *POD_GROUPS.values(),
+        )
+        for resource in objects:
             await client.create(resource, "ns", {})
             await client.get(resource, "ns", "a")
             await client.list(resource, "ns")
@@ -473,7 +493,9 @@ async def test_every_request_is_counted_by_words_that_the_metric_knows(server: S
             await client.merge_patch(resource, "ns", "a", {})
             await client.delete(resource, "ns", "a")
         await client.patch_status(JOBS, "ns", "a", {})
-        await client.list(NODES)
+        await client.patch_status(WORKLOADS, "ns", "a", {})
+        for resource in (NODES, FLAVORS, WORKLOAD_PRIORITY_CLASSES, PRIORITY_CLASSES):
+            await client.list(resource)
         await client.review_token("t", ("us",))
         await client.create(ACCESS_REVIEWS, None, {})
         await client.signing_keys()

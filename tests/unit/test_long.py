@@ -70,7 +70,7 @@ RECIPE = "a run of this recipe takes half a minute; test_layerwise.py has a kill
 RANK = "half a minute of a whole local run; agents, operator and worker have each part in tests of their own"
 # Test files of which `make nightly` has all tests.
 WHOLLY_LONG = {
-    "apiserver/test_kueue.py": "it builds Kueue; nothing of ours depends on it yet",
+    "apiserver/test_kueue.py": "what Kueue itself does; operator/test_operator_queues.py has what we do by it",
     "apiserver/test_gang_scheduler.py": "it builds the API server and the scheduler of another Kubernetes",
     "apiserver/test_kubernetes_range.py": "two API servers to build, and hundreds of tests at each",
     "agent/test_agent_outage.py": "its time-outs are waited for; a store that is away is in rendezvous/",

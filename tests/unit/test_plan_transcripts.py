@@ -26,7 +26,9 @@ def test_transcript_replayed_prints_the_same(path: Path) -> None:
     compare(path, plan_world.World())
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("elastic/*.txt")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted([*FOLDER.glob("elastic/*.txt"), *FOLDER.glob("queue/*.txt")]), ids=lambda p: p.stem
+)
 def test_transcript_of_agents_that_form_rounds_prints_the_same(path: Path) -> None:
     compare(path, elastic_world.ElasticWorld())
 

@@ -27,9 +27,9 @@ def worlds() -> list[tuple[str, set[str], set[str]]]:
     """Of every transcript: what it printed, and every condition type and rung that its status ever held."""
     found = []
     for path in sorted(FOLDER.rglob("*.txt")):
-        if path.parent.name not in ("transcripts", "elastic"):
+        if path.parent.name not in ("transcripts", "elastic", "queue"):
             continue
-        world = elastic_world.ElasticWorld() if path.parent.name == "elastic" else plan_world.World()
+        world = elastic_world.ElasticWorld() if path.parent.name != "transcripts" else plan_world.World()
         printed, types, rungs = [], set(), set()
         for line in commands(path.read_text()):
             printed.append(world.run(line))

@@ -30,6 +30,14 @@ app.kubernetes.io/component: test
 {{ include "everstep.commonLabels" . }}
 {{- end -}}
 
+{{- /* Of what Kueue's account gets: it is no operator of this cluster. */ -}}
+{{- define "everstep.kueueLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: kueue
+{{ include "everstep.commonLabels" . }}
+{{- end -}}
+
 {{- define "everstep.commonLabels" -}}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: {{ .Chart.Name }}
@@ -130,6 +138,14 @@ Honor
   resources: [podgroups]
   verbs: [get, list, watch, create, patch, delete] # patch: the smallest number of pods
 {{- end }}
+{{- if .Values.kueue.enabled }}
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads/status]
+  verbs: [patch] # an evicted Workload has its quota until the operator gives it back
+{{- end }}
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [get, create, update] # the rendezvous document of a job, by its name; they are never listed
@@ -151,7 +167,7 @@ everstep.dev/watches: {{ ternary "namespaces" "cluster" (gt (len .Values.watchNa
 
 {{- /* Empty: all rights are in Roles, and whoever installs needs none outside of the namespaces. */ -}}
 {{- define "everstep.hasClusterRole" -}}
-{{- if or (not .Values.watchNamespaces) .Values.clusterRole.readNodes .Values.clusterRole.reviewTokens .Values.page.enabled -}}
+{{- if or (not .Values.watchNamespaces) .Values.clusterRole.readNodes .Values.clusterRole.reviewTokens .Values.page.enabled .Values.kueue.enabled -}}
 true
 {{- end -}}
 {{- end -}}

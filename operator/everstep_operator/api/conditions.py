@@ -44,6 +44,7 @@ class ReadyReason(StrEnum):
     UPDATING = "Updating"
     RECOVERING = "Recovering"
     SUSPENDED = "Suspended"
+    QUEUED = "Queued"
     COMPLETE = "Complete"
     FAILED = "Failed"
 

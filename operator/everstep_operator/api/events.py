@@ -34,6 +34,10 @@ class EventReason(StrEnum):
     SCRIPT_REFUSED = "ScriptRefused"
     JOB_SUSPENDED = "JobSuspended"
     JOB_RESUMED = "JobResumed"
+    JOB_QUEUED = "JobQueued"
+    JOB_ADMITTED = "JobAdmitted"
+    JOB_EVICTED = "JobEvicted"
+    QUEUE_IGNORED = "QueueIgnored"
     JOB_RERUN = "JobRerun"
     JOB_COMPLETED = "JobCompleted"
     JOB_FAILED = "JobFailed"
@@ -58,6 +62,8 @@ _NORMAL = frozenset(
         EventReason.RESTORED_FROM_CHECKPOINT,
         EventReason.JOB_SUSPENDED,
         EventReason.JOB_RESUMED,
+        EventReason.JOB_QUEUED,
+        EventReason.JOB_ADMITTED,
         EventReason.JOB_RERUN,
         EventReason.JOB_COMPLETED,
     }

@@ -34,6 +34,7 @@ READY: dict[ReadyReason, str] = {
     ReadyReason.UPDATING: "Workers are replaced, because their template changed.",
     ReadyReason.RECOVERING: "Workers were lost, and no step was reported since.",
     ReadyReason.SUSPENDED: "`spec.suspend` is true: the workers have left, or are leaving.",
+    ReadyReason.QUEUED: "The job waits for quota of its queue, or its workers leave because the queue takes it back.",
     ReadyReason.COMPLETE: "The training is done.",
     ReadyReason.FAILED: "The job ended without success; the condition `Failed` says why.",
 }
@@ -112,6 +113,10 @@ EVENTS: dict[EventReason, str] = {
     EventReason.SCRIPT_REFUSED: "The job failed: the script was refused, and a restart would be refused again.",
     EventReason.JOB_SUSPENDED: "The operator has seen `spec.suspend: true`; the workers leave.",
     EventReason.JOB_RESUMED: "The operator has seen that the job is no longer suspended.",
+    EventReason.JOB_QUEUED: "The job waits for quota of its queue.",
+    EventReason.JOB_ADMITTED: "The job has quota of its queue: for how many pods.",
+    EventReason.JOB_EVICTED: "The queue takes the job's quota back: why. The workers save and leave.",
+    EventReason.QUEUE_IGNORED: "The job names a queue of Kueue, and this operator obeys none: it runs without quota.",
     EventReason.JOB_RERUN: "A finished job begins anew, because `spec.rerun` was raised.",
     EventReason.JOB_COMPLETED: "The training is done.",
     EventReason.JOB_FAILED: "The job failed for another reason: the condition `Failed` has it.",

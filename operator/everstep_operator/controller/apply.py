@@ -29,7 +29,16 @@ from everstep_operator.kube.errors import (
     Operation,
     Rejected,
 )
-from everstep_operator.kube.resources import CLAIMS, NETWORK_POLICIES, PDBS, POD_GROUPS, PODS, SERVICES, Resource
+from everstep_operator.kube.resources import (
+    CLAIMS,
+    NETWORK_POLICIES,
+    PDBS,
+    POD_GROUPS,
+    PODS,
+    SERVICES,
+    WORKLOADS,
+    Resource,
+)
 from everstep_operator.kube.wire import KubeObject, Unstructured, controller_of, controller_uid
 from everstep_operator.plan.actions import (
     Action,
@@ -40,13 +49,20 @@ from everstep_operator.plan.actions import (
     CreatePod,
     CreatePodGroup,
     CreateService,
+    CreateWorkload,
     DeleteDisruptionBudget,
     DeleteJob,
     DeleteNetworkPolicy,
     DeletePod,
     DeletePodGroup,
     DeleteService,
+    DeleteWorkload,
+    FinishWorkload,
     PatchPodGroup,
+    PatchWorkload,
+    ReclaimPods,
+    ReturnQuota,
+    SetPodsReady,
     SetSizes,
 )
 from everstep_operator.plan.snapshot import JobView
@@ -60,9 +76,11 @@ from everstep_operator.worker_pods import Key
 
 T = TypeVar("T", bound=KubeObject)
 _KINDS: Mapping[type, Resource[Any]] = {
+    CreatePod: PODS, DeletePod: PODS,
     CreateService: SERVICES, DeleteService: SERVICES,
     CreateDisruptionBudget: PDBS, DeleteDisruptionBudget: PDBS,
     CreateNetworkPolicy: NETWORK_POLICIES, DeleteNetworkPolicy: NETWORK_POLICIES,
+    CreateWorkload: WORKLOADS,
 }  # fmt: skip
 _OBJECTS = (StageName.NETWORK, StageName.GUARD, StageName.GANG, StageName.CLAIMS)  # stages of objects beside the pods
 CREATE_SECONDS = 2.0  # no create of a pass begins later: a create may take seconds, and a job may have thousands
@@ -76,6 +94,8 @@ class Applied:
     create_refused: str | None = None  # of a pod
     object_refused: str | None = None  # of another object, with its kind and name
     left: int = 0  # actions that did not begin, because the next plan should decide about them
+    # Resource versions of Workloads that were written, by their names: an older one must not be planned from.
+    workloads: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(slots=True)
@@ -83,6 +103,7 @@ class _Refusals:
     collisions: list[str] = field(default_factory=list)
     pods: dict[str, str] = field(default_factory=dict)  # the server's words by object name
     objects: dict[str, str] = field(default_factory=dict)  # the same of other objects, by kind and name
+    workloads: dict[str, str] = field(default_factory=dict)  # see `Applied`
 
 
 class Applier:
@@ -145,6 +166,7 @@ class Applier:
             None if pod is None else refusals.pods[pod],
             None if other is None else f"{other}: {refusals.objects[other]}",
             left,
+            refusals.workloads,
         )
 
     async def _run(self, job: JobView, stage: Stage, refusals: _Refusals) -> Sequence[LimitedCallOutcome[bool]]:
@@ -180,23 +202,22 @@ class Applier:
         """Whether the action's goal is reached now; False if the API server refused it."""
         self._require_leading()
         match action:
-            case CreatePod():
-                return await self._create_pod(job, action, refusals)
+            case CreatePod() | CreateWorkload():
+                return await self._create_expected(_KINDS[type(action)], job, action.name, action.body, refusals)
             case CreateService() | CreateDisruptionBudget() | CreateNetworkPolicy():
                 return await self._create(_KINDS[type(action)], job, action.name, action.body, refusals)
+            case DeletePod(name, uid, grace):
+                await self._delete_expected(PODS, job, name, uid, grace=grace)
+            case DeleteWorkload(name, uid, version):
+                await self._delete_expected(WORKLOADS, job, name, uid, version=version)
             case DeleteService() | DeleteDisruptionBudget() | DeleteNetworkPolicy():
                 await self._delete(_KINDS[type(action)], job, action.name, action.uid)
+            case PatchWorkload() | ReturnQuota() | ReclaimPods() | SetPodsReady() | FinishWorkload():
+                return await self._patch_workload(job, action, refusals)
             case CreateClaim():
                 return await self._create_claim(job, action, refusals)
-            case CreatePodGroup():
-                return await self._create_pod_group(job, action, refusals)
-            case PatchPodGroup():
-                body = {"metadata": {"uid": action.uid}, "spec": action.spec}
-                await self._client.merge_patch(POD_GROUPS[action.scheduler], job.namespace, action.name, body)
-            case DeletePodGroup():
-                await self._delete(POD_GROUPS[action.scheduler], job, action.name, action.uid)
-            case DeletePod():
-                await self._delete_pod(job, action)
+            case CreatePodGroup() | PatchPodGroup() | DeletePodGroup():
+                return await self._write_pod_group(job, action, refusals)
             case DeleteJob():
                 # A rerun that somebody asks for in this moment must not be lost with the job.
                 await self._delete(self._jobs, job, job.name, action.uid, version=job.resource_version)
@@ -208,17 +229,20 @@ class Applier:
                 assert_never(other)
         return True
 
-    async def _create_pod(self, job: JobView, action: CreatePod, refusals: _Refusals) -> bool:
+    async def _create_expected(
+        self, resource: Resource[T], job: JobView, name: str, body: dict[str, object], refusals: _Refusals
+    ) -> bool:
+        """Create an object without which no other plan is made: a pod, or the Workload that charges pods."""
         key = (job.namespace, job.name)
-        self._expectations.expect(key, creations=[action.name], now=self._monotonic())
+        self._expectations.expect(key, creations=[name], now=self._monotonic())
         try:
-            created = await self._create(PODS, job, action.name, action.body, refusals)
+            created = await self._create(resource, job, name, body, refusals)
         except KubeError:
-            # The pod may exist nevertheless, if the response was lost: the next create of this name shows it.
-            self._expectations.cancel_creation(key, action.name)
+            # It may exist nevertheless, if the response was lost: the next create of this name shows it.
+            self._expectations.cancel_creation(key, name)
             raise
         if not created:
-            self._expectations.cancel_creation(key, action.name)
+            self._expectations.cancel_creation(key, name)
         return created
 
     async def _create_claim(self, job: JobView, action: CreateClaim, refusals: _Refusals) -> bool:
@@ -232,14 +256,50 @@ class Applier:
             return False
         return True
 
-    async def _create_pod_group(self, job: JobView, action: CreatePodGroup, refusals: _Refusals) -> bool:
+    async def _write_pod_group(
+        self, job: JobView, action: CreatePodGroup | PatchPodGroup | DeletePodGroup, refusals: _Refusals
+    ) -> bool:
         kind = POD_GROUPS[action.scheduler]
+        match action:
+            case CreatePodGroup():
+                try:
+                    return await self._create(kind, job, action.name, action.body, refusals)
+                except NotFound:
+                    problem = f"this cluster does not serve {kind.api_version}, which comes with {action.scheduler}"
+                    refusals.objects[f"{kind.kind} {action.name}"] = problem
+                    return False
+            case PatchPodGroup():
+                body = {"metadata": {"uid": action.uid}, "spec": action.spec}
+                await self._client.merge_patch(kind, job.namespace, action.name, body)
+            case DeletePodGroup():
+                await self._delete(kind, job, action.name, action.uid)
+        return True
+
+    async def _patch_workload(
+        self,
+        job: JobView,
+        action: PatchWorkload | ReturnQuota | ReclaimPods | SetPodsReady | FinishWorkload,
+        refusals: _Refusals,
+    ) -> bool:
+        """Whether the Workload was as the plan saw it, and is as the plan wants it now. One that has changed comes into
+        the cache, and to another plan."""
+        name, version = action.name, action.version
         try:
-            return await self._create(kind, job, action.name, action.body, refusals)
-        except NotFound:
-            problem = f"this cluster does not serve {kind.api_version}, which comes with {action.scheduler}"
-            refusals.objects[f"{kind.kind} {action.name}"] = problem
+            if isinstance(action, PatchWorkload):
+                made = await self._client.merge_patch(
+                    WORKLOADS, job.namespace, name, action.body, resource_version=version
+                )
+            else:
+                made = await self._client.patch_status(
+                    WORKLOADS, job.namespace, name, action.status, resource_version=version
+                )
+        except (Conflict, NotFound):
             return False
+        except (Forbidden, Invalid, Rejected) as e:
+            refusals.objects[f"{WORKLOADS.kind} {name}"] = str(e)[:500]
+            return False
+        refusals.workloads[name] = made.metadata.resource_version
+        return True
 
     async def _create(
         self, resource: Resource[T], job: JobView, name: str, body: dict[str, object], refusals: _Refusals
@@ -269,14 +329,22 @@ class Applier:
             return False
         return True
 
-    async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
+    async def _delete_expected(
+        self,
+        resource: Resource[T],
+        job: JobView,
+        name: str,
+        uid: str,
+        grace: int | None = None,
+        version: str | None = None,
+    ) -> None:
         key = (job.namespace, job.name)
-        self._expectations.expect(key, deletions=[action.uid], now=self._monotonic())
+        self._expectations.expect(key, deletions=[uid], now=self._monotonic())
         try:
-            if not await self._delete(PODS, job, action.name, action.uid, action.grace_seconds):
-                self._expectations.cancel_deletion(key, action.uid)
+            if not await self._delete(resource, job, name, uid, grace, version):
+                self._expectations.cancel_deletion(key, uid)
         except KubeError:
-            self._expectations.cancel_deletion(key, action.uid)
+            self._expectations.cancel_deletion(key, uid)
             raise
 
     async def _delete(

@@ -14,13 +14,26 @@ from typing import Any, TypeVar
 from everstep.contract import labels
 from everstep_operator.controller import fleet
 from everstep_operator.kube.client import KubeClient
-from everstep_operator.kube.resources import NETWORK_POLICIES, NODES, PDBS, POD_GROUPS, PODS, SERVICES, Resource
+from everstep_operator.kube.resources import (
+    FLAVORS,
+    NETWORK_POLICIES,
+    NODES,
+    PDBS,
+    POD_GROUPS,
+    PODS,
+    PRIORITY_CLASSES,
+    SERVICES,
+    WORKLOAD_PRIORITY_CLASSES,
+    WORKLOADS,
+    Resource,
+)
 from everstep_operator.kube.wire import (
     KubeObject,
     NetworkPolicy,
     Node,
     Pod,
     PodDisruptionBudget,
+    PriorityClass,
     Service,
     Unstructured,
     controller_uid,
@@ -37,6 +50,20 @@ T = TypeVar("T", bound=KubeObject)
 
 
 @dataclass(frozen=True, slots=True)
+class QueueCaches:
+    """What concerns queues of Kueue. A cluster may not have its kinds, or this account no right to them: then jobs of
+    queues wait, and no others."""
+
+    workloads: Informers[Unstructured]
+    flavors: Informer[Unstructured]
+    workload_classes: Informer[PriorityClass]
+    pod_classes: Informer[PriorityClass]
+
+    def of_the_cluster(self) -> tuple[Informer[Any], ...]:
+        return (self.flavors, self.workload_classes, self.pod_classes)
+
+
+@dataclass(frozen=True, slots=True)
 class Caches:
     namespaces: tuple[str, ...]  # that are watched; empty: all
     jobs: Informers[Unstructured]
@@ -48,6 +75,7 @@ class Caches:
     # By the scheduler; of others the operator has no right. The cluster may not serve them: then jobs that ask for one
     # wait, and no others.
     pod_groups: Mapping[str, Informers[Unstructured]]
+    queues: QueueCaches | None = None  # None: the operator obeys no queue
 
     @classmethod
     def of(
@@ -62,8 +90,9 @@ class Caches:
         pod_groups: Collection[str] = (),
         namespaces: tuple[str, ...] = (),
         nodes: bool = True,
+        queues: bool = False,
     ) -> Caches:
-        """`relisted`: see `Informer`. `nodes`: whether they are read."""
+        """`relisted`: see `Informer`. `nodes`, `queues`: whether they are read."""
         # A label of our own domain: other tools rewrite app.kubernetes.io/managed-by. All versions of the operator set
         # both. Whose an object is, its owner says (`_owner`).
         ours = labels.JOB_UID
@@ -72,6 +101,9 @@ class Caches:
 
         def informers(resource: Resource[T], **more: Any) -> Informers[T]:
             return Informers(namespaces, lambda name: Informer(client, resource, namespace=name, **more, **common))
+
+        def of_the_cluster(resource: Resource[T]) -> Informer[T]:
+            return Informer(client, resource, optional=True, **common)
 
         return cls(
             namespaces=namespaces,
@@ -84,6 +116,14 @@ class Caches:
             pod_groups={
                 name: informers(POD_GROUPS[name], label_selector=ours, optional=True) for name in sorted(pod_groups)
             },
+            queues=QueueCaches(
+                informers(WORKLOADS, label_selector=ours, indexers={BY_OWNER: _owner}, optional=True),
+                of_the_cluster(FLAVORS),
+                of_the_cluster(WORKLOAD_PRIORITY_CLASSES),
+                of_the_cluster(PRIORITY_CLASSES),
+            )
+            if queues
+            else None,
         )
 
     async def run(self) -> None:
@@ -91,6 +131,8 @@ class Caches:
         async with asyncio.TaskGroup() as group:
             if self.nodes is not None:
                 group.create_task(self.nodes.run())
+            for informer in self.queues.of_the_cluster() if self.queues is not None else ():
+                group.create_task(informer.run())
             for namespace in self._watched():
                 group.create_task(self._run_in(namespace))
 
@@ -104,6 +146,10 @@ class Caches:
             for groups in self.pod_groups.values():
                 group.create_task(groups.of(namespace).run())
                 await groups.of(namespace).wait_answered()
+            if self.queues is not None:
+                workloads = self.queues.workloads.of(namespace)
+                group.create_task(workloads.run())
+                await workloads.wait_answered()
             group.create_task(jobs.run())
 
     async def wait_synced(self) -> None:
@@ -144,8 +190,8 @@ def _is_suspect(node: Node) -> tuple[str, ...]:
     return (SUSPECT,) if fleet.is_suspect(node) else ()
 
 
-def _owner(pod: Pod) -> tuple[str, ...]:
-    uid = controller_uid(pod.metadata)
+def _owner(obj: KubeObject) -> tuple[str, ...]:
+    uid = controller_uid(obj.metadata)
     return (uid,) if uid else ()
 
 

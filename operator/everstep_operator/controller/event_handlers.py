@@ -39,6 +39,8 @@ class EventHandlers:
             caches.policies.add_handler(self._owned)
         for groups in caches.pod_groups.values():
             groups.add_handler(self._owned)
+        if caches.queues is not None:
+            caches.queues.workloads.add_handler(self._workload)
         if caches.nodes is not None:
             caches.nodes.add_handler(self._node)
 
@@ -75,6 +77,17 @@ class EventHandlers:
     ) -> None:
         if (key := owner_key(delta.object)) is not None:
             self._queue.add(key)
+
+    def _workload(self, delta: Delta[Unstructured]) -> None:
+        key = owner_key(delta.object)
+        if key is None:
+            return
+        match delta:
+            case Deleted():
+                self._expectations.observe_deleted(key, delta.object.metadata.uid)
+            case Added() | Updated():
+                self._expectations.observe_created(key, delta.object.metadata.name)
+        self._queue.add(key)
 
     def _node(self, delta: Delta[Node]) -> None:
         """React to a change of a node's Ready condition, to its end, and to a notice that its pods have to leave, but

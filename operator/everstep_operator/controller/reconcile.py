@@ -25,6 +25,7 @@ from everstep_operator.controller.caches import BY_OWNER, SUSPECT, Caches
 from everstep_operator.controller.incidents import Incidents
 from everstep_operator.controller.pod_events import AGAIN, PodEvents, PodReason
 from everstep_operator.controller.progress import JobProgress
+from everstep_operator.controller.queues import queue_name, queue_view
 from everstep_operator.controller.record import Recorder
 from everstep_operator.kube.wire import Service, Unstructured, controller_uid
 from everstep_operator.plan.decide.completion import is_finished
@@ -130,6 +131,8 @@ class Reconciler:
         version = obj.metadata.resource_version
         if version != memory.written and is_not_newer(version, memory.written):
             return Result("waits to observe its own status write", _OWN_WRITE_WAIT)
+        if self._is_behind(key, memory):
+            return Result("waits to observe its own write of a Workload", _OWN_WRITE_WAIT)
         pending = self._expectations.pending(key, self._clock.monotonic())
         if pending is not None:
             return Result(pending.reason, max(0.0, pending.expires - self._clock.monotonic()))
@@ -272,12 +275,24 @@ class Reconciler:
         self._incidents.gone(uid, self._clock.now())
         self._forget(uid)
 
+    def _is_behind(self, key: Key, memory: _JobMemory) -> bool:
+        """Whether a Workload is cached as it was before this replica's last write of it."""
+        if self._caches.queues is None:
+            return False
+        for name, written in memory.applied.workloads.items():
+            cached = self._caches.queues.workloads.get(key[0], name)
+            version = written if cached is None else cached.metadata.resource_version
+            if version != written and is_not_newer(version, written):
+                return True
+        return False
+
     def _snapshot(self, obj: Unstructured, job: JobView, memory: _JobMemory) -> Snapshot:
         pods = tuple(_with_reason(pod, memory.pod_reason) for pod in self._pods_of(job))
         service = self._caches.services.get(job.namespace, object_names.service_name(job.name))
         budget = self._caches.budgets.get(job.namespace, object_names.service_name(job.name))
         policies = self._caches.policies
         policy = policies.get(job.namespace, object_names.service_name(job.name)) if policies is not None else None
+        queues = self._caches.queues
         nodes = self._nodes_of(pods)
         doubted = {name for name, node in nodes.items() if not node.ready}
         write_failure = self._rounds_write_failure(obj)
@@ -287,6 +302,8 @@ class Reconciler:
             pods=pods,
             service_uid=_own_uid(service, job),
             disruption_budget=observe.disruption_budget_view(budget, job.uid) if budget is not None else None,
+            queue=None if queues is None else queue_view(queues, obj, job),
+            ignored_queue=queue_name(obj) if queues is None else None,
             network_policy=observe.network_policy_view(policy, job.uid),
             pod_groups=tuple(self._pod_groups_of(job)),
             nodes=nodes,

@@ -17,7 +17,7 @@ from everstep_operator.kube.credentials import Source
 from everstep_operator.kube.transport import ClientLimits, HttpKubeClient, OnAnswer
 
 LEASE, WATCHES, CALLERS, ROUNDS, PAGE = 2, 16, 48, 32, 4  # connections
-WATCHES_OF_NAMESPACE = 5  # jobs, pods, services, budgets, network policies
+WATCHES_OF_NAMESPACE = 6  # jobs, pods, services, budgets, network policies, workloads
 
 
 @dataclass(frozen=True, slots=True)

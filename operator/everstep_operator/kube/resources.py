@@ -62,6 +62,18 @@ POD_GROUPS = {
 }
 
 
+PRIORITY_CLASSES = Resource(
+    "scheduling.k8s.io", "v1", "priorityclasses", "PriorityClass", wire.PriorityClass, namespaced=False
+)
+# Of Kueue.
+QUEUES = "kueue.x-k8s.io"
+WORKLOADS = Resource(QUEUES, "v1beta2", "workloads", "Workload", wire.Unstructured)
+FLAVORS = Resource(QUEUES, "v1beta2", "resourceflavors", "ResourceFlavor", wire.Unstructured, namespaced=False)
+WORKLOAD_PRIORITY_CLASSES = Resource(
+    QUEUES, "v1beta2", "workloadpriorityclasses", "WorkloadPriorityClass", wire.PriorityClass, namespaced=False
+)
+
+
 def custom_resource(group: str, version: str, plural: str, kind: str, struct: type[T]) -> Resource[T]:
     """The descriptor of a namespaced CRD; `struct` is usually `wire.Unstructured` or a subclass of `KubeObject`."""
     return Resource(group, version, plural, kind, struct)

@@ -159,6 +159,13 @@ class NetworkPolicy(KubeObject, frozen=True, kw_only=True):
     """A NetworkPolicy: only its existence, its owner and its annotations matter."""
 
 
+class PriorityClass(KubeObject, frozen=True, kw_only=True):
+    """Also Kueue's WorkloadPriorityClass, which has no default of the cluster."""
+
+    value: int = 0
+    global_default: bool = False
+
+
 class LeaseSpec(Wire, frozen=True, kw_only=True):
     holder_identity: str | None = ""
     lease_duration_seconds: int | None = None

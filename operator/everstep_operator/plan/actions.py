@@ -137,6 +137,75 @@ class DeletePodGroup:
         return f"delete pod group {self.name} of {self.scheduler} ({self.why})"
 
 
+class CreateWorkload(_Create):
+    __slots__ = ()
+    kind = "workload"
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteWorkload:
+    """Delete exactly this Workload of Kueue, and only as it was seen: it may have been admitted since."""
+
+    name: str
+    uid: str
+    version: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"delete workload {self.name} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True)
+class PatchWorkload:
+    """Change what is asked for, while no quota is reserved. `version` is a precondition, as of a status below."""
+
+    name: str
+    version: str
+    body: dict[str, Any]
+    why: str
+
+    def __str__(self) -> str:
+        return f"change workload {self.name} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True)
+class _PatchStatus:
+    """One write of a Workload's status, as it was seen: its conditions are replaced as a whole."""
+
+    verb: ClassVar[str]
+    name: str
+    version: str
+    status: dict[str, Any]
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.name} ({self.why})"
+
+
+class ReturnQuota(_PatchStatus):
+    """Give all quota back. The Workload stays in its queue."""
+
+    __slots__ = ()
+    verb = "return the quota of workload"
+
+
+class ReclaimPods(_PatchStatus):
+    """Give the quota of some pods back."""
+
+    __slots__ = ()
+    verb = "reclaim pods of workload"
+
+
+class SetPodsReady(_PatchStatus):
+    __slots__ = ()
+    verb = "say of the pods of workload"
+
+
+class FinishWorkload(_PatchStatus):
+    __slots__ = ()
+    verb = "finish workload"
+
+
 @dataclass(frozen=True, slots=True)
 class DeleteJob:
     uid: str
@@ -185,6 +254,13 @@ Action = (
     | CreatePodGroup
     | PatchPodGroup
     | DeletePodGroup
+    | CreateWorkload
+    | PatchWorkload
+    | DeleteWorkload
+    | ReturnQuota
+    | ReclaimPods
+    | SetPodsReady
+    | FinishWorkload
     | DeleteJob
     | SetSizes
     | BeginRounds

@@ -9,12 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everstep_operator.api.status import Status
-from everstep_operator.plan.actions import CreatePod, DeletePod
+from everstep_operator.plan.actions import (
+    CreatePod,
+    CreateWorkload,
+    DeletePod,
+    DeleteWorkload,
+    FinishWorkload,
+    ReclaimPods,
+    ReturnQuota,
+)
 from everstep_operator.plan.decide.completion import is_finished
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import broken_rule
-from everstep_operator.plan.state import roster
+from everstep_operator.plan.state import admission, roster
 from everstep_operator.plan.state.roster import Roster
 
 
@@ -50,6 +58,31 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
         if not is_finished(new):
             doomed.append(pod)
     _check_roster(snapshot, plan, created, doomed)
+    _check_quota(snapshot, plan, created)
+
+
+def _check_quota(snapshot: Snapshot, plan: Plan, created: list[CreatePod]) -> None:
+    """Check that a queued job gets pods by an admission alone, and that quota is given back only without pods."""
+    queue = snapshot.queue
+    if queue is None:
+        return
+    workload = None if queue.unread is not None else admission.reserved(queue)
+    if created:
+        if workload is None or not workload.admitted or workload.evicted is not None:
+            raise PlanError(f"a job that queue {queue.name} has not admitted is given pods")
+        made = roster.published(replace(snapshot.job, status=plan.status)) or roster.empty(snapshot.job)
+        if len(made.workers) > workload.charged + made.surge:
+            raise PlanError(f"workers {made} have quota for {workload.charged} pods")
+    alive = [pod.name for pod in snapshot.pods if not pod.over]
+    for action in plan.actions:
+        gives_all = isinstance(action, ReturnQuota | FinishWorkload)
+        of_reserved = isinstance(action, DeleteWorkload) and workload is not None and action.uid == workload.uid
+        if alive and (gives_all or of_reserved or isinstance(action, CreateWorkload)):
+            raise PlanError(f"{action}, while pod {alive[0]} is alive")
+        if isinstance(action, ReclaimPods) and workload is not None:
+            kept = workload.count - action.status["reclaimablePods"][0]["count"]
+            if not len(alive) <= kept < workload.charged:
+                raise PlanError(f"{action}, with quota for {workload.charged} pods and {len(alive)} alive")
 
 
 def _result(status: Status) -> Status:

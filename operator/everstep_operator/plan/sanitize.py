@@ -21,10 +21,12 @@ from everstep_operator.plan.snapshot import (
     Exit,
     Fleet,
     InitFailure,
+    QueueView,
     ReportedPeak,
     ReportedProgress,
     Snapshot,
     WorkerPod,
+    WorkloadView,
 )
 from everstep_operator.round_view import RoundView
 
@@ -48,6 +50,7 @@ def sanitized(snapshot: Snapshot) -> Snapshot:
         world=None if snapshot.world is None else _round(snapshot.world, secrets),
         create_refused=_shown(snapshot.create_refused, secrets),
         object_refused=_shown(snapshot.object_refused, secrets),
+        queue=None if snapshot.queue is None else _queue(snapshot.queue, secrets),
         fleet=None if snapshot.fleet is None else _fleet(snapshot.fleet, secrets),
     )
 
@@ -58,6 +61,22 @@ def _fleet(fleet: Fleet, secrets: tuple[str, ...]) -> Fleet:
         return fleet
     faults = {name: tuple(_shown(text, secrets) or "" for text in texts) for name, texts in fleet.faults.items()}
     return replace(fleet, faults=faults)
+
+
+def _queue(queue: QueueView, secrets: tuple[str, ...]) -> QueueView:
+    """Whoever may write a Workload writes these texts."""
+
+    def shown(each: WorkloadView) -> WorkloadView:
+        message, waits = _shown(each.evicted_message, secrets) or "", _shown(each.waits, secrets) or ""
+        return replace(each, evicted=_shown(each.evicted, secrets), evicted_message=message, waits=waits)
+
+    return replace(
+        queue,
+        workloads=tuple(map(shown, queue.workloads)),
+        refusal=_shown(queue.refusal, secrets),
+        obstacle=_shown(queue.obstacle, secrets),
+        unread=_shown(queue.unread, secrets),
+    )
 
 
 def _round(view: RoundView, secrets: tuple[str, ...]) -> RoundView:

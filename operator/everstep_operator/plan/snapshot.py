@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from typing import Any
 
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import GangScheduler, TrainingJobSpec
@@ -250,6 +251,64 @@ class PodGroupView:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkloadView:
+    """A Workload of Kueue that this job owns. `assigned`: for how many pods quota was reserved; None: for none.
+    `evicted` and `finished` are reasons of true conditions; None: they are not true."""
+
+    name: str
+    uid: str
+    version: str
+    number: int  # at the end of its name
+    queue: str
+    count: int  # of the pods that it asks for
+    minimum: int | None = None  # of the pods that it may be admitted with
+    priority: int = 0
+    made_from: str = ""  # see `state.charged`
+    assigned: int | None = None
+    reclaimable: int = 0  # of `count`: pods that are not needed any more
+    admitted: bool = False
+    evicted: str | None = None
+    evicted_message: str = ""
+    finished: str | None = None
+    active: bool = True
+    deleting: bool = False
+    waits: str = ""  # why no quota is reserved, in Kueue's words
+    inadmissible: bool = False  # Kueue cannot admit it as things are: there is no such queue, or it is stopped
+    pods_ready: bool | None = None  # None: nobody has said it
+    conditions: tuple[Mapping[str, Any], ...] = ()  # as they are stored
+
+    @property
+    def charged(self) -> int:
+        """For how many pods quota is taken. Kueue counts what is reclaimable from `count`, which a partial admission
+        does not change."""
+        return 0 if self.assigned is None else max(0, min(self.assigned, self.count - self.reclaimable))
+
+
+@dataclass(frozen=True, slots=True)
+class PodChanges:
+    """What an admission gives to the pods: by its flavor, and by its admission checks."""
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """What concerns a job of a queue of Kueue. `name` None: its label is gone, and Workloads of it are left."""
+
+    name: str | None
+    workloads: tuple[WorkloadView, ...] = ()  # by number
+    priority: int = 0
+    priority_class: Mapping[str, str] | None = None  # `spec.priorityClassRef` of a Workload
+    refusal: str | None = None  # why no Workload can be made
+    changes: PodChanges = field(default_factory=PodChanges)  # of the pods of what is admitted
+    obstacle: str | None = None  # why no pods can be made for what is admitted
+    unread: str | None = None  # why Workloads are not known
+
+
+@dataclass(frozen=True, slots=True)
 class JobView:
     namespace: str
     name: str
@@ -303,6 +362,8 @@ class Snapshot:
     disruption_budget: DisruptionBudgetView | None = None  # the PodDisruptionBudget, if it is there and ours
     network_policy: NetworkPolicyView | None = None  # if it is there and ours
     pod_groups: tuple[PodGroupView, ...] = ()  # those that are there and ours
+    queue: QueueView | None = None  # None: the job waits in none
+    ignored_queue: str | None = None  # that the job names, and this operator does not obey
     fleet: Fleet | None = Fleet()  # None: not known, so the exclusions stay as they were
 
     @property

@@ -24,13 +24,20 @@ from everstep_operator.plan.actions import (
     CreatePod,
     CreatePodGroup,
     CreateService,
+    CreateWorkload,
     DeleteDisruptionBudget,
     DeleteJob,
     DeleteNetworkPolicy,
     DeletePod,
     DeletePodGroup,
     DeleteService,
+    DeleteWorkload,
+    FinishWorkload,
     PatchPodGroup,
+    PatchWorkload,
+    ReclaimPods,
+    ReturnQuota,
+    SetPodsReady,
     SetSizes,
 )
 
@@ -38,6 +45,7 @@ from everstep_operator.plan.actions import (
 class StageName(StrEnum):
     """In the order in which they are carried out."""
 
+    ADMISSION = "admission"  # what is asked of a queue: its answer is for a later plan
     CLEAR = "clear"  # pods that were lost or replaced, or belong to an older round: their successors need the room
     NETWORK = "network"  # the service that gives pods their host names
     GUARD = "guard"  # the disruption budget and the network policy: no pod waits for them
@@ -47,11 +55,13 @@ class StageName(StrEnum):
     SIZES = "sizes"  # what the round store gives to the agents: their sizes, or a new document
     RELEASE = "release"  # healthy workers that are no longer wanted
     CLEAN = "clean"  # the remaining objects of a finished job
+    QUOTA = "quota"  # what a queue gets back, because pods were seen to be gone
     END = "end"  # the job itself
 
 
 ORDER = tuple(StageName)
 ALLOWED: Mapping[StageName, tuple[type[Action], ...]] = {
+    StageName.ADMISSION: (CreateWorkload, PatchWorkload, SetPodsReady),
     StageName.CLEAR: (DeletePod,),
     StageName.NETWORK: (CreateService,),
     StageName.GUARD: (CreateDisruptionBudget, DeleteDisruptionBudget, CreateNetworkPolicy, DeleteNetworkPolicy),
@@ -61,6 +71,7 @@ ALLOWED: Mapping[StageName, tuple[type[Action], ...]] = {
     StageName.SIZES: (SetSizes, BeginRounds),
     StageName.RELEASE: (DeletePod,),
     StageName.CLEAN: (DeletePod, DeleteService, DeleteDisruptionBudget, DeleteNetworkPolicy, DeletePodGroup),
+    StageName.QUOTA: (ReturnQuota, ReclaimPods, FinishWorkload, DeleteWorkload),
     StageName.END: (DeleteJob,),
 }
 

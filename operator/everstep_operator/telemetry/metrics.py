@@ -44,6 +44,11 @@ RESOURCES = (
     "persistentvolumeclaims",
     "tokenreviews",
     "subjectaccessreviews",
+    "workloads",
+    "workloads/status",
+    "resourceflavors",
+    "workloadpriorityclasses",
+    "priorityclasses",
     "jwks",
 )
 CODES = frozenset(

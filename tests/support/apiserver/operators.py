@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import copy
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -42,11 +42,11 @@ class Place:
     client: HttpKubeClient
     namespace: str
 
-    async def create_job(self, name: str = "digits", **spec: Any) -> Unstructured:
+    async def create_job(self, name: str = "digits", labels: Mapping[str, str] = {}, **spec: Any) -> Unstructured:
         body = {
             "apiVersion": JOBS.api_version,
             "kind": JOBS.kind,
-            "metadata": {"name": name},
+            "metadata": {"name": name, "labels": dict(labels)},
             # Worlds that no agent has to form: the pods have no processes here.
             "spec": {
                 "replicas": 2,
@@ -210,6 +210,7 @@ class Operators:
         pod_groups: tuple[GangScheduler, ...] = (),
         volume_claims: bool = False,
         page_port: int | None = None,
+        kueue: bool = False,
     ) -> AsyncGenerator[CountingClient, None]:
         """One replica. Each has a Lease of its own, so that any number of them lead at once, unless told `lease`."""
         client = CountingClient(self.place.client, self.place.namespace, dies_after, loses)
@@ -220,7 +221,7 @@ class Operators:
             probe_port=0,
             report_url="", checkpoint_url_prefixes=(), lease_seconds=6, workers=4, log_level="INFO",
             job_network_policies=network_policies, pod_groups=pod_groups, volume_claims=volume_claims,
-            page_port=page_port,
+            page_port=page_port, kueue=kueue,
         )  # fmt: skip
         operator = Operator(Clients.sharing(client), settings, Metrics(), SystemClock(), synced=lambda: None)
         client.rounds = operator.rounds

@@ -131,7 +131,7 @@ class Checkpoint(_Shown):
 # A job's status: the reason of its condition Ready, which kubectl shows.
 STATUSES = (
     "Pending", "WaitingForQuorum", "Running", "RunningDegraded", "Resizing", "Updating", "Recovering", "Suspended",
-    "Complete", "Failed", "Deleted",
+    "Queued", "Complete", "Failed", "Deleted",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from everstep.jobs.history import READY, ActionTaken, Entry, PodSeen, StatusSeen
 T = TypeVar("T")
 
 OVER = ("Succeeded", "Failed", "Deleted")
-STANDING = ("Recovering", "Resizing", "Updating", "Suspended")
+STANDING = ("Recovering", "Resizing", "Updating", "Suspended", "Queued")
 
 
 class State(StrEnum):

@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from everstep.contract import exit_codes, labels
 from everstep.contract.document import Sizes
 from everstep_local.plan.simulation.commands import COMMANDS
+from everstep_local.plan.simulation.queueing import Kueue
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import GangScheduler, TrainingJobSpec
@@ -110,6 +111,9 @@ class World:
         self.pods_linger = False
         self.generation = 1
         self.migrate: frozenset[str] = frozenset()
+        self.kueue = Kueue()
+        self.ignored_queue: str | None = None
+        self.selectors: dict[str, object] = {}  # of nodes, by the names of pods that ask for some
 
     def snapshot(self) -> Snapshot:
         # The status goes through the wire format, as in the API server: fields that are lost there must not matter.
@@ -141,6 +145,8 @@ class World:
             network_policy=self.network_policy,
             pod_groups=tuple(self.pod_groups.values()),
             settings=self.settings,
+            queue=self.kueue.view(),
+            ignored_queue=self.ignored_queue,
             fleet=Fleet({name: node.ready for name, node in self.nodes.items()}, dict(self.faults), dict(self.accused)),
         )
 
@@ -191,6 +197,8 @@ class World:
                 if name not in self.pods and self.refused is None:
                     self.uids += 1
                     marks = body["metadata"]["labels"]
+                    if selector := body["spec"].get("nodeSelector"):
+                        self.selectors[name] = selector
                     label = marks.get(labels.ROUND)
                     node = self._scheduled(index)
                     self.pods[name] = WorkerPod(
@@ -205,19 +213,25 @@ class World:
                         spec_hash=marks.get(labels.SPEC_HASH),
                         scheduled_at=self.now,
                     )
-            case DeletePod(name, uid, grace, _):
-                if name not in self.pods or self.pods[name].uid != uid:
-                    pass  # a successor has its name
-                elif self.pods_linger and grace > 0 and not self.pods[name].finished:
-                    self.change(name, deleted_at=self.pods[name].deleted_at or self.now)
-                else:
-                    del self.pods[name]
+            case DeletePod():
+                self._delete_pod(action)
             case DeleteJob() | CreateClaim():
                 pass  # the transcript shows it; it ends there, and nobody looks at claims
             case SetSizes(sizes, _, surge):
                 self.take_sizes(sizes, surge)
             case BeginRounds(sizes, after, _):
                 self.begin_rounds(sizes, after)
+            case _:
+                self.kueue.act(action)
+
+    def _delete_pod(self, action: DeletePod) -> None:
+        name = action.name
+        if name not in self.pods or self.pods[name].uid != action.uid:
+            return  # a successor has its name
+        if self.pods_linger and action.grace_seconds > 0 and not self.pods[name].finished:
+            self.change(name, deleted_at=self.pods[name].deleted_at or self.now)
+        else:
+            del self.pods[name]
 
     def _scheduled(self, index: int) -> str:
         """The node of a new pod: not one that its pods have to leave, if there is another."""

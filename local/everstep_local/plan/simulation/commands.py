@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from everstep_local.plan.simulation.edits import EDITS
+from everstep_local.plan.simulation.queueing import QUEUEING
 from everstep_operator.api.conditions import ConditionType
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def pods(world: World) -> str:
 
 COMMANDS: dict[str, Callable[..., str | None]] = {
     **EDITS,
+    **QUEUEING,
     "committed": committed,
     "skipped": skipped,
     "commit-failed": commit_failed,

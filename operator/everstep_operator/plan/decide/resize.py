@@ -7,12 +7,12 @@ from everstep_operator.api.events import EventReason
 from everstep_operator.object_names import number_of_spares, resizing
 from everstep_operator.plan.decide.decision import Publish
 from everstep_operator.plan.outcome import Event
-from everstep_operator.plan.state import roster, sizing
+from everstep_operator.plan.state import roster
 from everstep_operator.plan.state.facts import Facts
 
 
 def when_the_size_changes(facts: Facts) -> Publish | None:
-    spares = sizing.spares(facts.job.spec)
+    spares = facts.kept_spares
     if facts.wanted == facts.roster.wanted:
         if spares == facts.roster.spares:
             return None

@@ -21,7 +21,7 @@ def when_suspended(facts: Facts) -> Publish | Keep | None:
 
 
 def no_workers(facts: Facts) -> roster.Roster:
-    """The empty roster. A job that was created suspended (by a queue, for example) and never had pods needs none."""
+    """The empty roster. A job that was created suspended and never had pods needs none."""
     if facts.published is None:
         return roster.initial(facts.snapshot, 0)
     made = roster.successor(facts.snapshot, facts.roster, 0, facts.roster.workers, replaced=False)

@@ -30,6 +30,7 @@ from everstep_operator.plan.render import (
     ready_condition,
     recovery_record,
     waits,
+    workloads,
     world_status,
 )
 from everstep_operator.plan.render.converge import Convergence
@@ -69,6 +70,7 @@ def _publish(facts: Facts, change: Publish, wanted_before: int) -> Plan:
         *filter(None, (change.event,)),
         *job_events.of_size(change, wanted_before),
         *job_events.of_move(change, made),
+        *job_events.of_ignored_queue(facts.snapshot, wanted_before, facts.roster.wanted),
     )
     published = f"round {facts.roster.next_incarnation}" if facts.roster.replaces_all else f"workers {facts.roster}"
     return Plan(
@@ -90,13 +92,14 @@ def _keep(facts: Facts, repaired: Repaired | None = None) -> Plan:
         convergence.requeue,
         ready_condition.patience(facts),
         waits.until_overdue(facts),
+        converge.until_queue_is_read(facts),
         converge.until_forgotten(facts, observed),
     )
     ready = observed.condition(ConditionType.READY)
     return Plan(
         observed,
         _stages(facts, convergence),
-        job_events.of_pass(facts, observed),
+        (*job_events.of_queue(facts, observed), *job_events.of_pass(facts, observed)),
         requeue,
         reason=convergence.waits or (ready.message if ready is not None else ""),
     )
@@ -109,6 +112,7 @@ def _stages(facts: Facts, convergence: Convergence) -> tuple[Stage, ...]:
     service too."""
     actions = {
         **convergence.actions,
+        **workloads.actions(facts),
         StageName.GUARD: (*disruption_budget.actions(facts), *network_policy.actions(facts)),
         StageName.GANG: pod_group.actions(facts),
         StageName.SIZES: converge.set_sizes(facts),

@@ -16,9 +16,10 @@ from everstep_operator.plan.actions import Action, CreatePod, CreateService, Del
 from everstep_operator.plan.decide import completion, rejections, restart_budget, spares
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import claims, installation, pod_group, pods, waits
-from everstep_operator.plan.snapshot import Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import PodChanges, Snapshot, WorkerPod
 from everstep_operator.plan.stages import StageName
 from everstep_operator.plan.state import lost_nodes, node_loss, sizing, suspects
+from everstep_operator.plan.state.admission import Admitted
 from everstep_operator.plan.state.facts import Facts
 
 # The state of a superseded worker is in the commit log or at its peers, and its accelerators are needed at once.
@@ -63,6 +64,8 @@ def converge(facts: Facts, status: Status) -> Convergence:
     retry = Requeue(REFUSED_RETRY, "name taken") if snapshot.name_collisions else None
     if retry is None and snapshot.object_refused is not None:
         retry = Requeue(REFUSED_RETRY, "creates were refused")
+    if to_create and isinstance(facts.admission, Admitted) and facts.admission.obstacle is not None:
+        return Convergence(actions, retry, facts.admission.obstacle)
     if not to_create:
         return Convergence(actions, retry)
     if (older := waits.older_pods(facts)) is not None:
@@ -108,7 +111,9 @@ def set_sizes(facts: Facts) -> tuple[SetSizes, ...]:
     view, surge = facts.round_view, facts.roster.surge
     if view is None or view.closed is not None:
         return ()
-    sizes = view.sizes if facts.job.spec.suspend else sizing.present(facts.job.spec, facts.admissible)
+    # A queue may allow fewer workers than there are places.
+    most = min(facts.admissible, facts.wanted)
+    sizes = sizing.present(facts.job.spec, most) if facts.wanted else view.sizes
     if sizes is None or (view.sizes, view.surge) == (sizes, surge):
         return ()
     why = "none were set before" if view.sizes is None else f"in place of {view.sizes}"
@@ -130,6 +135,13 @@ def soonest(facts: Facts, *requeues: Requeue | None) -> Requeue | None:
             state = "ready" if pod.node in facts.snapshot.nodes else "seen"
             candidates.append(Requeue(left, f"node {pod.node} is not {state}"))
     return min(candidates, key=lambda requeue: requeue.after, default=None)
+
+
+def until_queue_is_read(facts: Facts) -> Requeue | None:
+    """When to look again for what an admission cannot be carried out without. No change of it reaches the job."""
+    queue = facts.snapshot.queue
+    missing = queue is not None and (queue.unread or queue.refusal or queue.obstacle)
+    return Requeue(REFUSED_RETRY, "the queue's objects are incomplete") if missing else None
 
 
 def until_forgotten(facts: Facts, status: Status) -> Requeue | None:
@@ -177,13 +189,17 @@ def missing(facts: Facts) -> list[int]:
 
 def _create(facts: Facts, index: int, avoided: Sequence[str]) -> CreatePod:
     job, roster, settings = facts.job, facts.roster, facts.snapshot.settings
+    queue = facts.snapshot.queue
+    changes = PodChanges() if queue is None else queue.changes
     incarnation = roster.workers[index].number
     name = roster.name(job.name, index)
     if not roster.replaces_all:
-        body = pods.avoid(job, pods.agent_pod(job, index, incarnation, settings), avoided)
+        body = pods.admitted(pods.agent_pod(job, index, incarnation, settings), changes)
+        body = pods.avoid(job, body, avoided)
         return CreatePod(name, index, incarnation, body, f"worker {index}{_not_on(avoided)}")
     round_ = roster.next_incarnation
-    body = pods.avoid(job, pods.worker_pod(job, index, round_, len(roster.workers), settings), avoided)
+    body = pods.admitted(pods.worker_pod(job, index, round_, len(roster.workers), settings), changes)
+    body = pods.avoid(job, body, avoided)
     return CreatePod(name, index, incarnation, body, f"worker {index} of round {round_}{_not_on(avoided)}")
 
 

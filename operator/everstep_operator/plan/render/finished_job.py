@@ -13,7 +13,7 @@ from everstep_operator.plan import times
 from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService
 from everstep_operator.plan.decide.decision import Failed
 from everstep_operator.plan.outcome import Event, LostWorker, Plan, Requeue
-from everstep_operator.plan.render import disruption_budget, job_status, network_policy, pod_group, pods
+from everstep_operator.plan.render import disruption_budget, job_status, network_policy, pod_group, pods, workloads
 from everstep_operator.plan.render.job_status import Verdict
 from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
 from everstep_operator.plan.stages import Stage, StageName, staged
@@ -80,7 +80,8 @@ def clean_up(snapshot: Snapshot, *, is_complete: bool) -> tuple[Stage, ...]:
     """Delete the pods of a finished job that `podCleanup` names, and pods in which only side-cars run. Where worker 0
     decides, the others of a complete job may wait for it for ever, so they end even if `podCleanup` names none."""
     ends_others = is_complete and snapshot.job.spec.success_policy is SuccessPolicy.WORKER_0
-    return staged({StageName.CLEAN: _clean_up_actions(snapshot, ends_others)})
+    quota = workloads.finish(snapshot, succeeded=is_complete)
+    return staged({StageName.CLEAN: _clean_up_actions(snapshot, ends_others), StageName.QUOTA: quota})
 
 
 def _clean_up_actions(snapshot: Snapshot, ends_others: bool) -> tuple[Action, ...]:

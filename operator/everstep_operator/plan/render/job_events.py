@@ -18,6 +18,22 @@ def of_pass(facts: Facts, observed: Status) -> tuple[Event, ...]:
     return (*_of_capacity(facts, observed), *_of_nodes(facts, observed), *of_status(facts.snapshot, observed))
 
 
+def of_queue(facts: Facts, observed: Status) -> tuple[Event, ...]:
+    """The event of a job that begins to wait in a queue without having had workers."""
+    before, now = facts.job.status.condition(ConditionType.READY), observed.condition(ConditionType.READY)
+    waits = now is not None and now.reason == ReadyReason.QUEUED
+    if not waits or (before is not None and before.reason == ReadyReason.QUEUED):
+        return ()
+    return (Event(EventReason.JOB_QUEUED, now.message if now is not None else ""),)
+
+
+def of_ignored_queue(snapshot: Snapshot, wanted_before: int, wanted: int) -> tuple[Event, ...]:
+    """The event of a job that names a queue, and begins without its quota."""
+    if snapshot.ignored_queue is None or wanted_before or not wanted:
+        return ()
+    return (Event(EventReason.QUEUE_IGNORED, ready_condition.ignored_queue(snapshot.ignored_queue)),)
+
+
 def of_size(change: Publish, wanted_before: int) -> tuple[Event, ...]:
     """The event of another number of workers that is published with a change which has an event of its own."""
     wanted = change.roster.wanted

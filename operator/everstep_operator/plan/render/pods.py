@@ -18,7 +18,7 @@ from everstep.contract.messages import REPORT_PATH
 from everstep_operator import object_names
 from everstep_operator.api.template import ETCD_VOLUME, SHM_VOLUME, TOKEN_VOLUME
 from everstep_operator.plan.render import agent_limits, claims, network_variables, pod_group, rendezvous, start_probe
-from everstep_operator.plan.snapshot import JobView, Settings
+from everstep_operator.plan.snapshot import JobView, PodChanges, Settings
 from everstep_operator.plan.state import pod_hash
 
 TOKEN_DIR = "/var/run/secrets/everstep.dev"
@@ -63,6 +63,19 @@ def agent_pod(job: JobView, index: int, incarnation: int, settings: Settings) ->
     environment = _everstep(job, index, incarnation, settings)
     identity = {**environment, **rendezvous.of_agents(job, settings)}
     return _pod(job, index, incarnation, identity, agent_limits.tuning(job.spec))
+
+
+def admitted(body: dict[str, Any], changes: PodChanges) -> dict[str, Any]:
+    """The pod, with what its admission to a queue gives it. It does not enter the hash of its spec: a job gets another
+    admission only after all of its pods have left."""
+    metadata, spec = body["metadata"], body["spec"]
+    metadata["labels"] = {**changes.labels, **metadata["labels"]}
+    metadata["annotations"] = {**changes.annotations, **metadata["annotations"]}
+    if changes.node_selector:
+        spec["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **changes.node_selector}
+    if changes.tolerations:
+        spec["tolerations"] = [*(spec.get("tolerations") or ()), *map(dict, changes.tolerations)]
+    return body
 
 
 def avoid(job: JobView, body: dict[str, Any], nodes: Sequence[str]) -> dict[str, Any]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import assert_never
 
 from everstep.contract import labels
 from everstep_operator.api.conditions import ConditionType, ReadyReason
-from everstep_operator.object_names import list_of_workers, number_of_spares, number_of_workers
+from everstep_operator.object_names import list_of_workers, number_of_pods, number_of_spares, number_of_workers
 from everstep_operator.plan.decide import restart_budget, spares
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import installation, waits
 from everstep_operator.plan.render.job_status import Quorum, Verdict
 from everstep_operator.plan.render.waits import START_PATIENCE, OlderPods, blocked, older_pods, waited
 from everstep_operator.plan.state import losses, lost_nodes, sizing
+from everstep_operator.plan.state.admission import Admitted, Leaving, NotQueued, Waiting
 from everstep_operator.plan.state.facts import Facts
 
 # A pod without a node for longer than this is reported as a lack of capacity. Autoscalers need about this long.
@@ -43,11 +45,38 @@ def verdict(facts: Facts) -> Verdict:
     if wanted == 0:
         ending = f"{len(facts.snapshot.pods)} are ending" if facts.snapshot.pods else "no workers"
         stays = waits.not_ending(facts)
-        message = f"spec.suspend is true: {ending}" + (f"; {stays}" if stays is not None else "")
+        ends = f"; {stays}" if stays is not None else ""
+        if not facts.job.spec.suspend and not isinstance(facts.admission, NotQueued):
+            return _queued(facts, ending if facts.snapshot.pods else "", ends, stays)
+        message = f"spec.suspend is true: {ending}{ends}"
         return Verdict(ReadyReason.SUSPENDED, message, stays, _quorum(facts, "the job is suspended"))
     why = blocked(facts)
     obstacle = why if why is not None and _has_waited_long(facts) else _overstayed(facts) or waits.not_ending(facts)
     return _with_quorum(facts, why, obstacle) if facts.world.has_quorum else _without_quorum(facts, why, obstacle)
+
+
+def _queued(facts: Facts, ending: str, ends: str, stays: str | None) -> Verdict:
+    """The verdict on a job that has no workers because of its queue."""
+    match facts.admission:
+        case Waiting(reason, needs_person):
+            why, obstacle = reason, reason if needs_person else None
+        case Admitted(_, _, held_back):
+            why, obstacle = held_back or "the job was admitted", held_back
+        case Leaving(reason):
+            why, obstacle = reason, None
+        case NotQueued():
+            why, obstacle = "the job leaves its queue", None
+        case other:
+            assert_never(other)
+    message = f"{why}: {ending}{ends}" if ending else why
+    return Verdict(ReadyReason.QUEUED, message, obstacle or stays, _quorum(facts, "the job waits in a queue"))
+
+
+def ignored_queue(name: str) -> str:
+    return (
+        f"the label kueue.x-k8s.io/queue-name names queue {name}, which this operator does not obey (chart value "
+        "kueue.enabled): no quota is charged"
+    )
 
 
 def _with_quorum(facts: Facts, why: str | None, obstacle: str | None) -> Verdict:
@@ -68,7 +97,9 @@ def _with_quorum(facts: Facts, why: str | None, obstacle: str | None) -> Verdict
         beside = obstacle if facts.snapshot.name_collisions or facts.snapshot.object_refused else None
         stays = beside or waits.not_ending(facts)
         counted = f"{training}/{wanted} ready{_below_replicas(facts)}"
-        message = f"{counted}{_succeeded(facts)}{_spares(facts, why)}{_moves(facts, why)}"
+        ignored = facts.snapshot.ignored_queue
+        unqueued = "" if ignored is None else f"; {ignored_queue(ignored)}"
+        message = f"{counted}{_succeeded(facts)}{_spares(facts, why)}{_moves(facts, why)}{unqueued}"
         return Verdict(ReadyReason.RUNNING, message, stays, quorum)
     message = f"{training}/{wanted} train{_succeeded(facts)}{_at_least(facts)}{_because(facts, why)}"
     changes = before in _BY_EDIT and why is None
@@ -122,8 +153,10 @@ def _succeeded(facts: Facts) -> str:
 def _below_replicas(facts: Facts) -> str:
     """Says why fewer workers train than `replicas` asks for: only some sizes are allowed."""
     spec = facts.job.spec
-    if spec.suspend or not facts.roster.wanted == sizing.wanted(spec) < spec.replicas:
+    if spec.suspend or not facts.roster.wanted == facts.wanted < spec.replicas:
         return ""
+    if isinstance(facts.admission, Admitted) and facts.wanted < sizing.wanted(spec):
+        return f" of {spec.replicas}, quota for {number_of_pods(facts.admission.pods)}"
     return f", the largest allowed size up to replicas ({spec.replicas})"
 
 
@@ -264,7 +297,8 @@ def patience(facts: Facts) -> Requeue | None:
 def _has_waited_long(facts: Facts) -> bool:
     """Whether the job is blocked by more than a pod that has waited for a node only a short time."""
     snapshot, pods = facts.snapshot, facts.current.values()
-    refused = snapshot.create_obstacle is not None or waits.refused_earlier(facts) is not None
+    held_back = isinstance(facts.admission, Admitted) and facts.admission.obstacle is not None
+    refused = held_back or snapshot.create_obstacle is not None or waits.refused_earlier(facts) is not None
     refused = refused or installation.refusal(snapshot) is not None
     stuck = any(p.waiting for p in pods)
     late = any(p.starting is not None and waited(facts, p) >= STALLED_AFTER for p in pods)

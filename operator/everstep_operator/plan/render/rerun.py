@@ -22,7 +22,7 @@ from everstep_operator.plan.actions import Action, BeginRounds, DeletePod
 from everstep_operator.plan.decide import suspend
 from everstep_operator.plan.decide.decision import Publish
 from everstep_operator.plan.outcome import Event, Plan, Requeue
-from everstep_operator.plan.render import pods
+from everstep_operator.plan.render import pods, workloads
 from everstep_operator.plan.render.assembly import render_plan
 from everstep_operator.plan.render.converge import REFUSED_RETRY
 from everstep_operator.plan.snapshot import JobView, ReportedProgress, Snapshot, WorkerPod
@@ -46,6 +46,8 @@ def begin(snapshot: Snapshot) -> Plan:
         waiting = object_names.list_of_workers({pod.index for pod in remaining})
         reason = f"rerun: waits until the pods of {waiting} have ended"
         return _keep(job, reason, {StageName.CLEAN: actions}, _look_again(snapshot))
+    if quota := workloads.finish(snapshot, succeeded=job.status.holds(ConditionType.COMPLETE)):
+        return _keep(job, "rerun: waits until the quota of the earlier run is given back", {StageName.QUOTA: quota})
     if job.spec.rendezvous.backend is RendezvousBackend.EVERSTEP:
         if snapshot.world is None:
             return _keep(job, "rerun: waits until the document of rounds is read")

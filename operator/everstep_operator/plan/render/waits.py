@@ -15,6 +15,7 @@ from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import installation, pod_group, pods
 from everstep_operator.plan.snapshot import WorkerPod
 from everstep_operator.plan.state import node_loss
+from everstep_operator.plan.state.admission import Admitted
 from everstep_operator.plan.state.facts import Facts
 
 # A kubelet kills a pod when its grace period is over. A kubelet that has not done so after this time needs a person.
@@ -71,6 +72,8 @@ def _overdue_at(facts: Facts, deleted_at: datetime) -> datetime:
 def blocked(facts: Facts) -> str | None:
     """The reason why the first missing worker does not run, if one is known."""
     snapshot = facts.snapshot
+    if isinstance(facts.admission, Admitted) and facts.admission.obstacle is not None:
+        return facts.admission.obstacle
     if snapshot.name_collisions:
         more = f" (and {len(snapshot.name_collisions) - 1} more)" if len(snapshot.name_collisions) > 1 else ""
         return f"{snapshot.name_collisions[0]}{more}"

@@ -12,7 +12,18 @@ from datetime import datetime
 
 from everstep.contract.document import Sizes
 from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
-from everstep_operator.plan.state import losses, lost_nodes, missing_peers, moves, pod_hash, roster, sizing, world_state
+from everstep_operator.plan.state import (
+    admission,
+    losses,
+    lost_nodes,
+    missing_peers,
+    moves,
+    pod_hash,
+    roster,
+    sizing,
+    world_state,
+)
+from everstep_operator.plan.state.admission import Admission
 from everstep_operator.plan.state.losses import Loss
 from everstep_operator.plan.state.moves import Moves
 from everstep_operator.plan.state.roster import Roster
@@ -25,7 +36,9 @@ class Facts:
     snapshot: Snapshot
     published: Roster | None  # None: nothing was published for this job yet
     roster: Roster  # the fields below are about its workers
-    wanted: int  # workers that the spec asks for now; 0 while suspended
+    admission: Admission  # to a queue
+    wanted: int  # workers that the spec asks for and a queue allows now; 0 while suspended
+    kept_spares: int  # that should exist beside them
     sizes: Sizes  # that a round may have
     current: Mapping[int, WorkerPod]  # the pods of the roster's workers
     lost: tuple[Loss, ...]  # of these workers, root cause first
@@ -126,7 +139,7 @@ class Facts:
 
     def successor(self, lost: Collection[int] = (), *, replaced: bool = True) -> Roster:
         """The roster that the spec asks for now, with the lost workers replaced or left out."""
-        spares = sizing.spares(self.job.spec)
+        spares = self.kept_spares
         surge = max(0, self.surge - len(self.moves.done.keys() & set(lost)))
         members = self.world.members.difference(lost) if spares or surge or self.roster.beside else ()
         return roster.successor(
@@ -159,12 +172,20 @@ def derive(snapshot: Snapshot) -> Facts:
 
 def with_roster(facts: Facts, new: Roster) -> Facts:
     """The facts under a roster that is about to be published."""
-    return _derive(facts.snapshot, new, new, facts.outdated_pods)
+    return _derive(facts.snapshot, new, new, facts.outdated_pods, facts.admission)
 
 
-def _derive(snapshot: Snapshot, published: Roster | None, made: Roster, outdated_pods: frozenset[str]) -> Facts:
+def _derive(
+    snapshot: Snapshot,
+    published: Roster | None,
+    made: Roster,
+    outdated_pods: frozenset[str],
+    admitted: Admission | None = None,
+) -> Facts:
     current = made.current(snapshot.job.name, snapshot.pods)
     sizes = sizing.bounds(snapshot.job.spec)
+    allowed = admission.of(snapshot, made) if admitted is None else admitted
+    granted = admission.granted(allowed)
     expected = {index: worker.started for index, worker in made.workers.items()}
     world = world_state.of(snapshot, made, current, sizes)
     moving = moves.of(snapshot, made, current, world)
@@ -173,7 +194,9 @@ def _derive(snapshot: Snapshot, published: Roster | None, made: Roster, outdated
         snapshot,
         published,
         made,
-        sizing.wanted(snapshot.job.spec),
+        allowed,
+        sizing.wanted(snapshot.job.spec, granted),
+        sizing.spares(snapshot.job.spec, granted),
         sizes,
         current,
         tuple(loss for loss in lost if loss.index not in moving.not_lost),

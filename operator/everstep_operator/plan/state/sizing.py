@@ -17,14 +17,18 @@ def bounds(spec: TrainingJobSpec) -> Sizes:
     return Sizes(allowed[0] if allowed else elastic.min_replicas, elastic.max_replicas, allowed)
 
 
-def wanted(spec: TrainingJobSpec) -> int:
-    """Workers that should exist now: the largest allowed size that `replicas` reaches; 0 while suspended."""
-    return 0 if spec.suspend else bounds(spec).largest(spec.replicas)
+def wanted(spec: TrainingJobSpec, granted: int | None = None) -> int:
+    """Workers that should exist now: the largest allowed size that `replicas` reaches; 0 while suspended. `granted`:
+    how many pods a queue allows, if one decides."""
+    most = spec.replicas if granted is None else min(spec.replicas, granted)
+    return 0 if spec.suspend else bounds(spec).largest(most)
 
 
-def spares(spec: TrainingJobSpec) -> int:
-    """Workers that should exist beside the wanted ones; 0 while suspended."""
-    return 0 if spec.suspend or spec.elastic is None else spec.elastic.spares
+def spares(spec: TrainingJobSpec, granted: int | None = None) -> int:
+    """Workers that should exist beside the wanted ones, as far as a queue allows them; 0 while suspended."""
+    if spec.suspend or spec.elastic is None:
+        return 0
+    return spec.elastic.spares if granted is None else max(0, min(spec.elastic.spares, granted - wanted(spec, granted)))
 
 
 def present(spec: TrainingJobSpec, admissible: int) -> Sizes:

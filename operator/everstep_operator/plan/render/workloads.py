@@ -1,0 +1,196 @@
+"""What the operator writes into the Workloads of a queued job (ADR 0068).
+
+Kueue decides by a Workload, and everything that it decides is read from there (`state.admission`). Ordering duties:
+what adds to the pods follows from an observed admission; what takes quota off the job follows from the observed absence
+of pods, and never comes in the pass that deletes them. Each write is one compare-and-swap, so an operator may die
+between any two, or see an old Workload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, assert_never
+
+from everstep.contract import labels
+from everstep_operator import object_names
+from everstep_operator.plan.actions import (
+    Action,
+    CreateWorkload,
+    DeleteWorkload,
+    FinishWorkload,
+    PatchWorkload,
+    ReclaimPods,
+    ReturnQuota,
+    SetPodsReady,
+)
+from everstep_operator.plan.snapshot import JobView, QueueView, Snapshot, WorkloadView
+from everstep_operator.plan.stages import StageName
+from everstep_operator.plan.state import admission, charged, sizing
+from everstep_operator.plan.state.admission import Admitted, Leaving, NotQueued, Waiting
+from everstep_operator.plan.state.facts import Facts
+
+POD_SET = "workers"
+API_VERSION = f"{charged.KUEUE}v1beta2"
+MADE_FROM = f"{labels.GROUP}/made-from"  # an annotation: see `charged.made_from`
+_JOB_UID = f"{charged.KUEUE}job-uid"  # a label by which Kueue finds the Workload of a job
+# Kueue puts a Workload that was evicted for another reason back into its queue by itself: after its back-off, when the
+# queue is started again, or when somebody activates the Workload.
+_QUEUED_AGAIN = ("Preempted", "NodeFailures")
+_MAX_NAME = 63  # Kueue writes it into a label
+
+
+def actions(facts: Facts) -> Mapping[StageName, Sequence[Action]]:
+    queue = facts.snapshot.queue
+    if queue is None or queue.unread is not None:
+        return {}
+    alive = any(not pod.over for pod in facts.snapshot.pods)
+    if facts.job.spec.suspend:
+        leave = [] if alive else [_delete(each, "spec.suspend is true") for each in admission.unfinished(queue)]
+        return {StageName.QUOTA: leave}
+    match facts.admission:
+        case NotQueued():
+            return {}
+        case Waiting():
+            return {} if alive else _ask(facts.job, queue)
+        case Leaving(why, workload, again):
+            if alive or workload is None:
+                return {}
+            back = _return(facts, workload) if again else _delete(workload, why)
+            return {StageName.QUOTA: [back]}
+        case Admitted(_, workload):
+            return {} if workload is None else _keep(facts, queue, workload)
+        case other:
+            assert_never(other)
+
+
+def finish(snapshot: Snapshot, *, succeeded: bool) -> list[Action]:
+    """The end of the Workload of a finished job whose pods have ended."""
+    queue = snapshot.queue
+    if queue is None or any(not pod.over for pod in snapshot.pods):
+        return []
+    reason = "Succeeded" if succeeded else "Failed"
+    finished = (f"the job has {reason.lower()}", ("Finished", True, reason))
+    return [
+        FinishWorkload(each.name, each.version, _conditions(snapshot.now, each, *finished), reason)
+        for each in admission.unfinished(queue)
+    ]
+
+
+def _ask(job: JobView, queue: QueueView) -> Mapping[StageName, Sequence[Action]]:
+    """Ask for quota: one Workload, for all pods that the spec wants."""
+    workload = admission.pending(queue)
+    if admission.reserved(queue) is not None:
+        return {}
+    if queue.name is None:
+        return {} if workload is None else {StageName.QUOTA: [_delete(workload, "the label of its queue was removed")]}
+    if queue.refusal is not None or charged.refusal(job.spec) is not None:
+        return {}
+    count = sizing.wanted(job.spec) + sizing.spares(job.spec)
+    least = sizing.bounds(job.spec).minimum
+    minimum = least if least < count else None
+    if workload is None:
+        number = 1 + max((each.number for each in queue.workloads), default=0)
+        name = name_of(job, number)
+        body = {**_identity(job, name), "spec": _spec(job, queue, count, minimum)}
+        asks = object_names.number_of_pods(count) if minimum is None else f"{minimum} to {count} pods"
+        return {StageName.ADMISSION: [CreateWorkload(name, body, f"queue {queue.name}, {asks}")]}
+    requested = (workload.queue, workload.count, workload.minimum, workload.priority, workload.made_from)
+    wanted = (queue.name, count, minimum, queue.priority, charged.made_from(job.spec))
+    if requested == wanted:
+        return {}
+    body = {
+        "metadata": {"annotations": {MADE_FROM: charged.made_from(job.spec)}},
+        "spec": {"priorityClassRef": None, **_spec(job, queue, count, minimum)},
+    }
+    return {StageName.ADMISSION: [PatchWorkload(workload.name, workload.version, body, "the job was edited")]}
+
+
+def _keep(facts: Facts, queue: QueueView, workload: WorkloadView) -> Mapping[StageName, Sequence[Action]]:
+    """What is written while the job has quota: whether its pods are ready, and which of them it needs no more."""
+    now = facts.snapshot.now
+    made: dict[StageName, list[Action]] = {StageName.ADMISSION: [], StageName.QUOTA: []}
+    # A round that may run counts, not all pods: a job that recovers must not be evicted for it.
+    reached = facts.world.has_quorum and facts.roster.wanted > 0
+    if reached != bool(workload.pods_ready):
+        reason, text = ("Started", "the workers train") if reached else ("WaitForRecovery", "too few workers train")
+        status = _conditions(now, workload, text, ("PodsReady", reached, reason))
+        made[StageName.ADMISSION].append(SetPodsReady(workload.name, workload.version, status, text))
+        return made  # one write in a pass: the next one would be a conflict
+    alive = sum(not pod.over for pod in facts.snapshot.pods)
+    needed = max(facts.wanted + facts.kept_spares, len(facts.roster.workers), alive)
+    if needed < workload.charged:
+        status = {"reclaimablePods": [{"name": POD_SET, "count": workload.count - needed}]}
+        why = f"{object_names.number_of_pods(needed)} of {workload.charged} are needed"
+        made[StageName.QUOTA].append(ReclaimPods(workload.name, workload.version, status, why))
+    made[StageName.QUOTA] += [_delete(each, "it is over") for each in queue.workloads if each.finished is not None]
+    return made
+
+
+def _return(facts: Facts, workload: WorkloadView) -> ReturnQuota:
+    """Kueue waits for this write, and admits nobody else before it. With `reclaimablePods` the next request would be a
+    smaller one."""
+    reason = str(workload.evicted)
+    if reason.startswith("Deactivated"):  # with its cause; Kueue looks for the word alone when it is activated again
+        reason = "Deactivated"
+    again = reason in _QUEUED_AGAIN
+    status = _conditions(
+        facts.snapshot.now,
+        workload,
+        workload.evicted_message or reason,
+        ("QuotaReserved", False, "Pending"),
+        ("Admitted", False, "NoReservation"),
+        ("PodsReady", False, "WaitForStart"),
+        ("Requeued", again, reason),
+    )
+    status.update({"admission": None, "reclaimablePods": None})
+    queued = "queued again" if again else "Kueue queues it again"
+    return ReturnQuota(workload.name, workload.version, status, f"{reason}: all pods are gone, {queued}")
+
+
+def _conditions(now: datetime, workload: WorkloadView, message: str, *changed: tuple[str, bool, str]) -> dict[str, Any]:
+    """The status with these conditions, each by its type, status and reason."""
+    conditions = {str(each.get("type")): dict(each) for each in workload.conditions}
+    at = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    for kind, holds, reason in changed:
+        value = "True" if holds else "False"
+        before = conditions.get(kind, {})
+        since = before.get("lastTransitionTime", at) if before.get("status") == value else at
+        conditions[kind] = {
+            "type": kind, "status": value, "reason": reason, "message": message[:1024], "lastTransitionTime": since,
+        }  # fmt: skip
+    return {"conditions": list(conditions.values())}
+
+
+def _delete(workload: WorkloadView, why: str) -> DeleteWorkload:
+    return DeleteWorkload(workload.name, workload.uid, workload.version, why)
+
+
+def name_of(job: JobView, number: int) -> str:
+    ending = f"-{job.uid.replace('-', '')[:8]}-{number}"
+    return f"{job.name[: _MAX_NAME - len(ending)].rstrip('-.')}{ending}"
+
+
+def _identity(job: JobView, name: str) -> dict[str, Any]:
+    ours = object_names.metadata(name, job.name, job.namespace, job.uid)
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "Workload",
+        "metadata": {
+            **ours,
+            "labels": {**ours["labels"], _JOB_UID: job.uid},
+            "annotations": {MADE_FROM: charged.made_from(job.spec)},
+        },
+    }
+
+
+def _spec(job: JobView, queue: QueueView, count: int, minimum: int | None) -> dict[str, Any]:
+    least = {} if minimum is None else {"minCount": minimum}
+    priority_class = {} if queue.priority_class is None else {"priorityClassRef": dict(queue.priority_class)}
+    return {
+        "active": True,
+        "queueName": queue.name,
+        "priority": queue.priority,
+        **priority_class,
+        "podSets": [{"name": POD_SET, "count": count, **least, "template": charged.template(job.spec)}],
+    }
