@@ -77,12 +77,14 @@ def has(place: Place, scheduler: GangScheduler, spec: dict[str, Any] | None) -> 
 
 
 @pytest.mark.usefixtures("pod_group_kinds")
+@pytest.mark.long_but("volcano")
 @pytest.mark.parametrize(
     ("asked", "spec"),
     [
         ({"scheduler": "Coscheduling", "scheduleTimeoutSeconds": 30}, {"scheduleTimeoutSeconds": 30}),
         ({"scheduler": "Volcano", "queue": "research"}, {"queue": "research"}),
     ],
+    ids=["coscheduling", "volcano"],
 )
 async def test_job_has_a_group_of_its_smallest_size_for_as_long_as_it_wants_workers(
     place: Place, asked: dict[str, Any], spec: dict[str, Any]

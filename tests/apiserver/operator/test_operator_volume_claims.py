@@ -64,6 +64,7 @@ async def pod_body(place: Place, name: str) -> dict[str, Any]:
     return {"spec": (await place.client.get(raw, place.namespace, name)).spec}
 
 
+@pytest.mark.long
 async def test_claims_go_with_the_job_where_it_says_so_and_stay_otherwise(place: Place) -> None:
     await wait_until_collected(place)
     policy = {"whenDeleted": "Delete"}
