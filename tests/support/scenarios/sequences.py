@@ -14,6 +14,7 @@ SEED_LINE = "# seed "  # the first line of a text begins with it
 MOST = 4  # workers
 EVENTS = (3, 6)
 PAUSE = 0.04  # seconds a step
+SLOW = 15.0  # seconds that a drain may take, or a node that comes and goes until a cluster calls it ready
 STEPS = 120  # that are left over for the recoveries, whatever the moments take
 EACH_TIME = (21, 48, 56)  # the seeds that `make nightly` plays locally: together they have every event
 EVERY = (8, 40, 100_000)  # steps between commits; the last: none but those of a stop and of the end
@@ -105,9 +106,11 @@ class _State:
                 self.suspended = what == "suspend"
                 return what
             case "kill-node" | "pause-node" | "drain-node":
+                self.steps += int(SLOW / PAUSE) if what == "drain-node" else 0
                 self.away = what
                 return f"{what} {rng.randint(1, self.place.nodes)}"
             case "flap-node":
+                self.steps += int(SLOW / PAUSE)
                 return f"{what} {rng.randint(1, self.place.nodes)}"
             case "start-nodes":
                 self.away = ""
