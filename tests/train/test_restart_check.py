@@ -317,29 +317,86 @@ def test_machine_of_another_kind_may_round_otherwise(tmp_path: Path, monkeypatch
     train(tmp_path, narrow)
 
 
-def test_values_of_a_run_that_was_suspended_are_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No step follows the commit with which it leaves, so there are no gradients to compare with."""
-    taken = {"in_first": 0}
+@pytest.mark.long
+def test_run_that_was_suspended_is_compared_too(tmp_path: Path) -> None:
+    """No step follows the commit with which it leaves: one is begun for that, and not made."""
+    with pytest.raises(everstep.Preempted) as left:
+        train(tmp_path / "a", lambda: 1.0, stop=2)
+    assert left.value.committed
+    assert left.value.step == 3
+    assert len(noted(tmp_path / "a", NEXT)) == 2  # of the second step's commit, too
+    with pytest.raises(everstep.LoopError, match=r"commit of step 3, .* other gradients"):
+        train(tmp_path / "a", lambda: 0.5)
+    resumed = train(tmp_path / "a", lambda: 1.0)
+    assert all(map(torch.equal, resumed, train(tmp_path / "b", lambda: 1.0)))
 
-    def factor() -> float:
-        taken["in_first"] += 1
+
+def test_step_behind_the_last_commit_moves_no_optimizer(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    class Counted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            steps.append(1)
+            return super().step(closure)
+
+    with pytest.raises(everstep.Preempted):
+        train(tmp_path, lambda: 1.0, stop=2, optimizer_of=Counted)
+    assert len(noted(tmp_path, NEXT)) == 2
+    assert len(steps) == 3  # the fourth was ended by its hook, before it began
+
+
+@pytest.mark.long
+def test_two_optimizers_in_a_step_are_compared_by_what_comes_before_the_first(tmp_path: Path) -> None:
+    """A run that was suspended notes a step that it leaves there, and one that was not a whole step."""
+
+    def gan(stop: int = 0, crash: int = 0) -> None:
+        torch.manual_seed(0)
+        first, second = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+        one, two = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second))
+        with everstep.start(str(tmp_path), every_steps=SAVED) as run:
+            run.track(first=first, second=second, one=one, two=two)
+            for step in run.steps(run.loader(DATA, global_batch=8), until=8):
+                if crash and step.number == crash:
+                    crash_when_noted(tmp_path)
+                with step as batch:
+                    if stop and step.number == stop:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    data, target = batch.data
+                    for model, optimizer in ((first, one), (second, two)):
+                        batch.scale(mse_loss(model(data), target + first(data).detach())).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+    with pytest.raises(Crash):
+        gan(crash=SAVED + 1)
+    with pytest.raises(everstep.Preempted):
+        gan(stop=4)
+    gan()
+
+
+@pytest.mark.long
+def test_step_that_is_not_made_leaves_as_without_it_whatever_happens_in_it(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def breaks() -> float:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ValueError("the script's own")
         return 1.0
 
-    def suspended(folder: Path) -> None:
-        with pytest.raises(everstep.Preempted) as left:
-            train(folder, factor, stop=2)
-        assert left.value.committed
-        assert left.value.step == 3
-        assert taken["in_first"] == 3  # no step is begun to be left
-
-    suspended(tmp_path / "a")
-    assert len(noted(tmp_path / "a", NEXT)) == 2  # of the second step's commit, too
-    caplog.clear()
+    with pytest.raises(everstep.Preempted) as left:
+        train(tmp_path / "a", breaks, stop=2)
+    assert len(calls) == 4
+    assert left.value.committed
     resumed = train(tmp_path / "a", lambda: 1.0)
-    assert "not those of the run before this restart" in caplog.text
-    assert "stop (2 there, 0 in the new process)" in caplog.text
-    assert "not compared" not in caplog.text
     assert all(map(torch.equal, resumed, train(tmp_path / "b", lambda: 1.0)))
+
+
+def test_short_grace_period_is_not_spent_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERSTEP_GRACE_SECONDS", "3")
+    with pytest.raises(everstep.Preempted):
+        train(tmp_path, lambda: 1.0, stop=2)
+    assert len(noted(tmp_path, NEXT)) == 1  # of the second step's commit, and not of the last
 
 
 @pytest.mark.long

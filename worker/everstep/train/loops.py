@@ -38,14 +38,16 @@ from everstep.train.guards.common_samples import SAMPLES, CommonSamples
 from everstep.train.guards.comparison import rehearsed
 from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.guards.comparison.shadow_step import ShadowStep
+from everstep.train.guards.leavable_block import may_be_left
 from everstep.train.guards.left_state import LeftState
 from everstep.train.guards.script_check import ScriptCheck
+from everstep.train.guards.step_after_stop import StepAfterStop
 from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 from everstep.train.mesh import make_mesh
 from everstep.train.nested_loops import NestedLoops
 from everstep.train.process_place import ProcessPlace
 from everstep.train.recovering_world import RecoveringWorld
-from everstep.train.step import Phase, Step, failed
+from everstep.train.step import Phase, Step, StepScope, failed
 from everstep.train.worlds import RESERVED, FixedWorld, World
 
 log = logging.getLogger("everstep.train")
@@ -142,9 +144,27 @@ class Loops:
                     step = self._begin_step(world)
                     yield step
                     self._end_step(step)
-                    self._after(world, step, last=self.step >= self._goal)
+                    yield from self._after(world, step, last=self.step >= self._goal)
                 if self._finish(world):
                     return
+
+    def _one_more(self, world: World, why: Preempted) -> Iterator[Step]:
+        """The run was asked to stop: begin the step after its last commit, for `restart_check`. Raises `why`."""
+        self._ended_by = why  # also if the script leaves its loop in that step
+        check = self._check
+        if (
+            check is None
+            or isinstance(why, Left)
+            or not self._coordinator.has_time
+            or not may_be_left(sys._getframe(1))
+        ):
+            raise why
+        rank = world.step_begins()
+        self._random.begin(self.step, rank if rank is not None else self._rank)
+        yield self._new_step(one_more := StepAfterStop(self._state, world))
+        if one_more.seen:
+            check.note()
+        raise why
 
     def epochs(self, loader: Any, epochs: int) -> Iterator[int]:
         """`steps` in two loops: the number of each epoch that is left, from 0. In the outer loop's body
@@ -196,7 +216,7 @@ class Loops:
                 self._end_step(step)
                 given = step.phase is Phase.LOST
                 if nesting.steps_left or given:
-                    self._after(world, step, last=False)
+                    yield from self._after(world, step, last=False)
                     self._stay()
         finally:
             nesting.steps_end(given=given)
@@ -274,9 +294,12 @@ class Loops:
         if rank is None:  # `dist.get_rank` looks for who asks, which takes time in each step
             rank = self._recovery.members.rank if self._recovery is not None else self.process.rank
         self._random.begin(self.step, rank)
-        feed = self._feed
-        self._taken = Step(self.step, feed, feed is None or feed.whole, self._count, world)
+        self._taken = self._new_step(world)
         return self._taken
+
+    def _new_step(self, scope: StepScope) -> Step:
+        feed = self._feed
+        return Step(self.step, feed, feed is None or feed.whole, self._count, scope)
 
     def _end_step(self, step: Step) -> None:
         """The script asks for the next step."""
@@ -300,17 +323,15 @@ class Loops:
                 f"step {step.number} was taken and not completed: write `with step as batch:` around its work"
             )
 
-    def _after(self, world: World, step: Step, *, last: bool) -> None:
-        """Do the work due between two steps."""
+    def _after(self, world: World, step: Step, *, last: bool) -> Iterator[Step]:
+        """Do the work due between two steps. If the run is asked to stop, this gives a step that will not be made."""
         try:
             if step.phase is Phase.LOST:
                 world.go_on(step.phase)
             elif not last:
                 world.between()
         except Preempted as why:
-            if self._check is not None and not isinstance(why, Left):
-                self._check.stopped()
-            raise
+            yield from self._one_more(world, why)
 
     def _finish(self, world: World) -> bool:
         if not (world.ready() and world.finish()):

@@ -98,10 +98,10 @@ class SaveSchedule:
         if self._handle is not None:
             self.in_session.attach(self._handle, name, data)
 
-    def attach_now(self, name: str, data: bytes, seconds: float) -> None:
-        """The same for a save that is over, if the store answers soon, and within so many seconds."""
+    def attach_now(self, name: str, data: bytes) -> None:
+        """The same for a save that is over, if the store answers soon."""
         if (handle := self._handle) is not None:
-            _within(min(seconds, ASK_SECONDS), lambda: self.in_session.attach(handle, name, data, now=True))
+            _within(ASK_SECONDS, lambda: self.in_session.attach(handle, name, data, now=True))
 
     def attached(self, names: Sequence[str]) -> dict[str, bytes]:
         """The data beside the restored commit, as far as the store answers soon."""

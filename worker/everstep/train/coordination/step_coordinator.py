@@ -12,6 +12,7 @@ import atexit
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -42,6 +43,7 @@ from everstep.train.coordination.structure import StructureCheck
 log = logging.getLogger("everstep.train")
 
 HANDLER_STEPS = 16  # steps between two checks of the handler of SIGTERM, which take 10 µs
+ONE_MORE_SECONDS, ONE_MORE_STEPS = 5.0, 3.0  # the time, or steps' times, that must be left to begin one more step
 PEER_SECONDS = 600.0  # after which an agreement of the ranks fails
 
 
@@ -64,7 +66,9 @@ class StepCoordinator:
         # The state as a commit names it.
         self.named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda state: state
         self.model_size = 1  # places in a replica, each with its own optimizers
+        self._counted, self._step_seconds = time.monotonic(), 0.0  # when the newest step was counted, and its duration
         self.live_profile = LiveProfile(schedule.in_session.put if schedule is not None else None)
+        self.has_time = False  # when the run was asked to stop: for one more step, on all ranks
         self.step = 0
 
     @classmethod
@@ -156,11 +160,6 @@ class StepCoordinator:
         """The checkpointer; None without a store."""
         return self._schedule
 
-    @property
-    def seconds_left(self) -> float:
-        """In which a process that was asked to stop has to leave."""
-        return self._stop.remaining()
-
     def newest_commit(self) -> int:
         """The step of the newest commit; -1 if there is none, or none is known. Not collective."""
         newest = self._schedule.newest() if self._schedule is not None else None
@@ -237,6 +236,8 @@ class StepCoordinator:
         self._metrics.counted()
         if self._schedule is not None:
             self._schedule.counted(step)
+        now = time.monotonic()
+        self._counted, self._step_seconds = now, now - self._counted
         self._reporter.step(step, total_steps=total, epoch=epoch, metrics=self._metrics.ready())
 
     def rehearsed(self, what: str) -> None:
@@ -358,6 +359,8 @@ class StepCoordinator:
             self._agreement.finish()
             self._training_ends()
             committed = self._save_now(self._stop.remaining)
+            enough = self._stop.remaining() > ONE_MORE_SECONDS + ONE_MORE_STEPS * self._step_seconds
+            self.has_time = self._all(committed and enough)
         except RuntimeError:
             # The others leave as soon as the commit exists, maybe before this rank knows that it does.
             if self.newest_commit() != self.step:

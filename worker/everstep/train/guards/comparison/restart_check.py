@@ -68,13 +68,12 @@ class RestartCheck:
         self._sums: torch.Tensor | None = None
         self._updates: OptimizerUpdates | None = None
         self._values: Values = {}
-        self._rank = self._size = self._step = 0
+        self._size = self._step = 0
         self._restored: int | None = None  # the step of the commit from which this process began
 
     def begin(self, rank: int, world_size: int) -> None:
         """Begin a step that this process takes as itself."""
         self._forget()
-        self._rank = rank
         schedule, step = self._coordinator.schedule, self._coordinator.step
         if schedule is None or rank != 0:
             return
@@ -116,15 +115,13 @@ class RestartCheck:
                 schedule.attach(NEXT, pack(self._sums, self._head()))
         self._forget()
 
-    def stopped(self) -> None:
-        """The run was asked to stop, and leaves behind its commit. No step follows whose gradients could be noted, so
-        the values are."""
-        schedule, self._step = self._coordinator.schedule, self._coordinator.step
-        if schedule is None or self._rank != 0 or schedule.saved_step != self._step:
-            return
-        self._program = self._program or program()
-        self._values = untracked_values(sys._getframe(1), self._state, self._carried)
-        schedule.attach_now(NEXT, pack(None, self._head()), self._coordinator.seconds_left / 2)
+    def note(self) -> None:
+        """Store the sums of a step that is begun but not made, before the process leaves."""
+        self.over()
+        schedule = self._coordinator.schedule
+        if self._sums is not None and schedule is not None and schedule.saved_step == self._step:
+            schedule.attach_now(NEXT, pack(self._sums, self._head()))
+        self._forget()
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -159,13 +156,10 @@ class RestartCheck:
         differing = differences(head["values"], self._values, self._may_differ)
         is_same = self._is_of_program(head)
         self._files |= {number: WRITTEN for number, digest in head.get("files", {}).items() if digest == WRITTEN}
-        is_of_size = head["world_size"] == self._size and head["hears"] == self._hears
-        if theirs is None or not is_of_size:
-            what = "not noted" if theirs is None else "noted for a world of another size"
-            self._refuse_again(f"whose next step is {what}")
-            if theirs is not None:
-                log.warning("the gradients of the first step after this restart are not compared: the world had %s "
-                            "ranks, and has %s", head["world_size"], self._size)  # fmt: skip
+        if head["world_size"] != self._size or head["hears"] != self._hears:
+            self._refuse_again("whose next step is noted for a world of another size")
+            log.warning("the gradients of the first step after this restart are not compared: the world had %s ranks, "
+                        "and has %s", head["world_size"], self._size)  # fmt: skip
             if differing:
                 log.warning("of the script's variables these are not those of the run before this restart: %s. %s",
                             listed(differing), remedy(differing))  # fmt: skip
@@ -184,8 +178,7 @@ class RestartCheck:
         if not is_same:
             log.warning("%s. The run goes on, because the script or its arguments were changed since", text)
             return
-        again, head_again = notes.get(AGAIN, (None, {}))
-        if again is not None and self._difference(sums, again, head_again, alike):
+        if AGAIN in notes and self._difference(sums, *notes[AGAIN], alike):
             log.warning(
                 "step %d has another result each time it is computed from the same samples, random numbers and "
                 "tracked state: it %s. So it cannot be compared, and the run goes on, but does not end as an "
@@ -255,14 +248,15 @@ def kernels() -> str:
     return f"{torch.__version__} {model} {torch.get_num_threads()} threads {device}"
 
 
-def _unpacked(data: bytes) -> tuple[torch.Tensor | None, dict[str, Any]] | None:
+def _unpacked(data: bytes) -> tuple[torch.Tensor, dict[str, Any]] | None:
     try:
         sums, head = unpack(data)
     except (ValueError, TypeError) as e:
         log.warning("this restart is not compared: the note of the step after the commit cannot be read: %s", e)
         return None
-    usable = isinstance(head, dict) and head.get("version") == 2 and isinstance(head.get("values"), dict)
-    return (sums, head) if usable and isinstance(head.get("files", {}), dict) else None
+    usable = sums is not None and head.get("version") == 2 and isinstance(head.get("values"), dict)
+    usable = usable and isinstance(head.get("files", {}), dict)
+    return (sums, head) if sums is not None and usable else None
 
 
 def refusal(difference: str, step: int, differing: list[str]) -> str:
