@@ -39,6 +39,7 @@ from testcluster.daemon import free_ports
 IN_POD = ROOT / "tests/support/operator/in_pod.py"
 UV = Path(sys.executable).with_name("uv")
 BASE = re.compile(r"pip|setuptools|pkg_resources|_distutils_hack|distutils-precedence|_virtualenv")  # of the base image
+IMAGE = {"FROZENLIST_NO_EXTENSIONS": "1"}  # what the Dockerfile sets for the operator
 LIMIT = 120.0  # seconds until the job has its pods
 CONTAINER = {"name": "worker", "image": "train:1", "command": ["everstep-run", "train.py"]}
 JOB = {
@@ -100,6 +101,7 @@ def idle(python: Path, plane: ControlPlane, folder: Path, seconds: float) -> tup
     host, port = plane.url.removeprefix("https://").split(":")
     environ = {k: v for k, v in os.environ.items() if k != "KUBECONFIG" and not k.startswith(("EVERSTEP_", "PYTHON"))}
     environ |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+    environ |= IMAGE
     ports = [str(port) for port in free_ports(2)]
     flags = ["--host", "127.0.0.1", "--port", ports[0], "--probe-port", ports[1]]
     with (folder / "operator.log").open("wb") as log:
