@@ -27,6 +27,7 @@ from everstep_operator.page import rows
 from everstep_operator.page.links import LinkAccess
 from everstep_operator.page.model import Detail, Fleet, JobUnknown, Listed, May, Stack, Unavailable
 from everstep_operator.page.server import AT_ONCE, FOLDER, HEADERS, Page, server
+from support.page import pictures
 from support.page.folders import BEGAN, EVIL, STATUS, run_folder
 from support.page.html import active_parts, parsed, table, words
 
@@ -67,7 +68,7 @@ async def test_every_text_of_a_job_is_shown_as_text_and_can_run_nothing(tmp_path
     assert not [*active_parts(fleet), *active_parts(job)]
     shown = " ".join(EVIL.split()).replace("\x1b", "\ufffd").replace("\u202e", "\ufffd")
     assert shown in words(fleet), "the message is in the list of jobs"
-    for section in ("failure", "recoveries", "workers", "events", "conditions"):
+    for section in ("failure", "recoveries", "earlier-runs", "workers", "events", "conditions"):
         assert shown in words(next(e for e in job.iter("section") if e.get("aria-labelledby") == section)), section
     assert "alert(1)" in words(next(job.iter("svg")))
     assert "49" not in words(job).split(), "no template in a text is carried out"
@@ -93,6 +94,11 @@ async def test_job_shows_what_the_commands_print(tmp_path: Path) -> None:
     ((at, _, worker, _, rung, took, stages, lost),) = table(document, "recoveries")
     assert (at, worker, rung, took, lost) == ("2026-11-30 06:05:00 UTC", "1", "recreate", "5.0 s", "9")
     assert stages.endswith("detect 0.5 s, form 1.5 s, restore 2.0 s, first step 1.0 s")
+    failed, complete = table(document, "earlier-runs")
+    times = ["2026-11-29 06:00:00 UTC", "2026-11-29 06:02:05 UTC"]
+    assert (failed[0], failed[2:]) == ("1", [*times, "2 min 5 s", "40", "30", "4"])
+    assert complete[:2] == ["0", "Complete"]
+    assert complete[4:] == ["–"] * 4, "what an older operator did not write"
     assert [row[0] for row in table(document, "events")] == ["2026-11-30 06:00:05 UTC"]
     drawn = words(next(document.iter("svg")))
     assert "worker 0" in drawn
@@ -339,3 +345,11 @@ def test_operator_and_local_runs_load_nothing_of_the_page_while_it_is_off() -> N
 def test_view_is_read_back_from_a_folder() -> None:
     view = running()
     assert View.from_json(json.loads(json.dumps(asdict(view)))) == view
+
+
+async def test_pictures_of_the_documents_are_of_the_page_as_it_is_now() -> None:
+    access = LinkAccess()
+    async with reader(pictures.page(access), access) as session, session.get(pictures.JOB) as answer:
+        wanted = pictures.digest(await answer.text())
+    old = [each.name for each in pictures.PICTURES if pictures.digest_in(each.path.read_bytes()) != wanted]
+    assert old == [], f"take them anew: {pictures.REWRITE}"

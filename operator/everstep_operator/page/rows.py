@@ -46,6 +46,22 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlierRun:
+    """A run of the job before this one. `kind` is that of its outcome."""
+
+    number: int
+    outcome: str
+    kind: str
+    message: str
+    began: str
+    ended: str
+    active: str
+    step: str
+    committed: str
+    restarts: str
+
+
+@dataclass(frozen=True, slots=True)
 class Risk:
     """What is lost if all workers are killed now. `steps` and `seconds` are None where the status does not say."""
 
@@ -186,6 +202,27 @@ def _recovery(record: Mapping[str, Any]) -> Recovery:
         lost_steps=shown(record.get("lostSteps")),
         seconds=span(sum(seconds for _, _, seconds, _ in known)) if known else NONE,
         parts=_parts(known),
+    )
+
+
+def earlier_runs(view: View) -> list[EarlierRun]:
+    """The newest first. A status remembers ten; a local run has none, because each has a folder of its own."""
+    return [_earlier_run(run) for run in view.raw_status.get("history") or ()]
+
+
+def _earlier_run(run: Mapping[str, Any]) -> EarlierRun:
+    outcome, seconds = shown(run.get("outcome")), run.get("activeSeconds")
+    return EarlierRun(
+        number=int(run.get("rerun") or 0),
+        outcome=outcome,
+        kind="good" if outcome == "Complete" else "bad",
+        message=str(run.get("message") or ""),
+        began=str(run.get("startedAt") or ""),
+        ended=str(run.get("endedAt") or ""),
+        active=NONE if seconds is None else span(seconds),
+        step=shown(run.get("step")),
+        committed=shown(run.get("committedStep")),
+        restarts=shown(run.get("restarts")),
     )
 
 

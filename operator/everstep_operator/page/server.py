@@ -209,6 +209,7 @@ def _facts(detail: Detail, now: datetime, window: str) -> dict[str, Any]:
         "where": detail.listed.where,
         "goodput": rows.goodput(view, now),
         "recoveries": rows.recoveries(view),
+        "earlier_runs": rows.earlier_runs(view),
         "risk": rows.risk(view, now, detail.commits or ()),
         "commit_age": age(view.committed_at, now),
         "committed_at": view.committed_at,

@@ -159,6 +159,34 @@ async def test_reader_sees_the_jobs_that_its_own_account_may_get_and_no_trace_of
         await eventually("a right that was taken away", gone)
 
 
+async def test_job_that_was_run_again_shows_its_earlier_run(crd: ControlPlane, place: Place) -> None:
+    await place.create_job(recovery={"maxRestarts": 0})
+    allow(crd, place.namespace, ["get"])
+    token = kubectl(crd, "-n", place.namespace, "create", "token", "default")
+    async with opened(place) as session:
+        await place.running("digits-w0-0", "digits-w1-0")
+        await place.end("digits-w1-0", 1, message="OSError: the store is full")
+
+        async def has_failed() -> bool:
+            return await place.reason() == "Failed"
+
+        await eventually("the job has failed", has_failed)
+        await place.edit_job(rerun=1)
+
+        async def shows() -> bool:
+            async with session.get(f"/jobs/{place.namespace}/digits", headers=bearer(token)) as answer:
+                document = parsed(await answer.text())
+            if not any(each.get("aria-labelledby") == "earlier-runs" for each in document.iter("section")):
+                return False
+            ((number, outcome, *_, restarts),) = table(document, "earlier-runs")
+            assert (number, restarts) == ("0", "0")
+            assert outcome.startswith("RestartBudgetExhausted")
+            assert "OSError: the store is full" in outcome
+            return True
+
+        await eventually("the page has the earlier run", shows)
+
+
 async def test_token_of_the_form_becomes_a_cookie_that_only_this_page_gets(crd: ControlPlane, place: Place) -> None:
     await place.create_job()
     allow(crd, place.namespace, ["get"])

@@ -112,9 +112,10 @@ class Tab:
         await self.send("Input.dispatchKeyEvent", type="keyDown", **code, **extra)
         await self.send("Input.dispatchKeyEvent", type="keyUp", **code)
 
-    async def picture(self) -> bytes:
-        """The whole page as a PNG."""
-        taken = await self.send("Page.captureScreenshot", captureBeyondViewport=True)
+    async def picture(self, width: int, height: int) -> bytes:
+        """The page as a PNG, from its top left corner."""
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        taken = await self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         return base64.b64decode(taken["data"])
 
 

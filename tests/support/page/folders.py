@@ -29,6 +29,14 @@ STATUS: dict[str, Any] = {
             "detectMs": 500, "rendezvousMs": 1500, "restoreMs": 2000, "firstStepMs": 1000, "lostSteps": 9,
         }
     ],
+    "rerun": 2,
+    "history": [
+        {
+            "rerun": 1, "outcome": EVIL, "message": EVIL, "startedAt": "2026-11-29T06:00:00Z",
+            "endedAt": "2026-11-29T06:02:05Z", "activeSeconds": 125, "step": 40, "committedStep": 30, "restarts": 4,
+        },
+        {"rerun": 0, "outcome": "Complete", "startedAt": "2026-11-28T06:00:00Z", "endedAt": "2026-11-28T06:01:00Z"},
+    ],
     "failure": {"cause": "Error", "message": EVIL, "pod": EVIL, "node": EVIL, "logLines": [EVIL, "last line"]},
 }  # fmt: skip
 
