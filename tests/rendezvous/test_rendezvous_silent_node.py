@@ -13,7 +13,7 @@ from everstep.contract.rounds import DOCUMENT_PATH, EXPIRATIONS_HEADER
 from everstep.membership.backends.operator_calls import Limits, OperatorCalls, open_connection
 from everstep.membership.errors import StoreUnavailable
 from support.network.netspaces import Machines
-from support.network.silent_machines import LOST, SilentNode
+from support.network.silent_machines import LOST, LostNode
 from support.rendezvous.agents import LIMIT, until
 from support.rendezvous.operator_server import OperatorServer
 
@@ -28,7 +28,7 @@ def test_two_workers_go_on_when_the_leader_and_the_third_fall_silent_together(tm
     and the other does too, unless it has left the round by then. `benchmarks/silent_node.py` has the seconds, and their
     goal.
     """
-    with SilentNode(tmp_path, lease_seconds=int(LIMIT) + 6, ttl=2 * LIMIT) as node:
+    with LostNode(tmp_path, lease_seconds=int(LIMIT) + 6, ttl=2 * LIMIT) as node:
         took = node.go_on(node.cut())
         print(f"told after {took['heard']:.1f} s, in the next round after {took['formed']:.1f} s")
         assert node.operators.leads(node.spare)
@@ -78,7 +78,7 @@ def test_call_to_a_machine_that_falls_silent_ends_long_before_its_answer_is_due(
 @pytest.mark.long
 def test_connection_is_made_to_the_machine_that_answers_of_two_behind_one_address(tmp_path: Path) -> None:
     """Of a Service with a lost node each attempt gets either."""
-    with SilentNode(tmp_path) as node:
+    with LostNode(tmp_path) as node:
         node.cut()
         with node.machines.inside("left"):
             began = time.monotonic()

@@ -1,4 +1,6 @@
-"""A node that falls silent with a worker and the operator's leader on it: machines of this kernel, a Service between.
+"""A node that is lost with a worker and the operator's leader on it: machines of this kernel, a Service between.
+
+It falls silent, or it is frozen: then its kernel accepts and acknowledges, and no process of it runs.
 
 Three agents, of which two go on; two replicas of the operator over one API server in memory, which both reach on a way
 of its own. Each agent reaches the replicas at one address, by a rule that picks either for each connection, as
@@ -7,21 +9,20 @@ kube-proxy does. Nothing trains: what is measured is how long the two have no ro
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from everstep.contract.document import Member, Sizes
-from everstep.membership.backends.operator_calls import OperatorCalls
-from everstep.membership.backends.operator_store import HttpStore
 from everstep.membership.driver import Driver
 from everstep.membership.joining import JoinSettings
-from everstep.membership.peers.peer_monitor import PeerMonitor
-from everstep.membership.proposals import Patience
 from everstep.membership.world_state import Broken, Round
+from support.network.agent_process import agent, is_connected, rounds
 from support.network.netspaces import Machines
 from support.rendezvous.agents import LIMIT, until
 from support.rendezvous.operator_server import OperatorServer, Replica
@@ -31,20 +32,20 @@ LOST = "lost"  # the machine that falls silent: the leader and agent 2 are on it
 KEPT = ("spare", "left", "right")  # the other replica, and the other agents
 SERVICE = "10.231.7.200"
 PORT = 8080
-ROUNDS = JoinSettings(patience=Patience(last_call=30.0))  # all else as it is by default
+AGENT = Path(__file__).with_name("agent_process.py")
 
 
-class SilentNode:
-    """Use as a context manager; `cut` once."""
+class LostNode:
+    """Use as a context manager; `cut` or `freeze` once."""
 
-    def __init__(self, folder: Path, lease_seconds: int = 6, ttl: float = ROUNDS.ttl) -> None:
+    def __init__(self, folder: Path, lease_seconds: int = 6, ttl: float = JoinSettings().ttl) -> None:
         """`lease_seconds`: of the operator's Lease; `ttl`: seconds of each agent's."""
         self._folder, self._lease_seconds = folder, lease_seconds
-        self._settings = replace(ROUNDS, ttl=ttl)
+        self._settings = rounds(ttl)
         self.machines = Machines("hub", LOST, *KEPT)
         self.drivers: list[Driver] = []
 
-    def __enter__(self) -> SilentNode:
+    def __enter__(self) -> LostNode:
         self._folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.enter_context(self.machines)
@@ -59,23 +60,37 @@ class SilentNode:
         with self.machines.inside("spare"):  # what the replicas' loop connects to, it does from there
             self.operators = OperatorServer(self._folder, lease_seconds=self._lease_seconds)
         stack.callback(self.operators.stop)
-        self.leader = self._replica(LOST)
+        self.leader = self._replica(LOST, apart=True)
         until(lambda: self.operators.leads(self.leader))
         self.spare = self._replica("spare")
         self.job = self.operators.create_job()
+        url = f"http://{SERVICE}:{PORT}"
         for index, name in enumerate((*KEPT[1:], LOST)):
             self._serve(name)
+            pod = self.operators.create_pod(self.job, index, node=name)
             with self.machines.inside(name) as address:
-                pod = self.operators.create_pod(self.job, index, node=name)
-                peers = PeerMonitor(f"agent-{index}", address)
-                member = Member(index, f"agent-{index}", address=address, link_port=peers.port)
-                store = HttpStore(OperatorCalls(f"http://{SERVICE}:{PORT}", str(pod.token_file)))
-                self.drivers.append(Driver(store, member, Sizes(2, 3), self._settings, peers=peers))
-                stack.callback(self.drivers[-1].stop)
+                if name == LOST:
+                    argv = [str(index), address, url, str(pod.token_file), str(self._settings.ttl)]
+                    self._third = subprocess.Popen(
+                        [sys.executable, str(AGENT), *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                    )
+                    stack.callback(self._end_third)
+                else:
+                    self.drivers.append(agent(index, address, url, str(pod.token_file), self._settings))
+                    stack.callback(self.drivers[-1].stop)
         assert {formed.number for formed in self.join(self.drivers)} == {1}
-        followers = [f for driver in self.drivers for f in driver._peers._followed.values()]  # type: ignore[union-attr]
-        until(lambda: all(f._connected for f in followers))
+        until(lambda: all(map(is_connected, self.drivers)))
+        assert self._third.stdout is not None
+        assert self._third.stdout.readline(), "the third agent is in no round"
         until(lambda: self.spare.operator.leader_probe._reached_address is not None)
+
+    def freeze(self) -> float:
+        """No process of that machine runs any more, and its kernel answers. When."""
+        at = time.monotonic()
+        self._third.send_signal(signal.SIGSTOP)
+        assert self.leader.apart is not None
+        self.leader.apart.freeze()
+        return at
 
     def cut(self) -> float:
         """Nothing comes from that machine any more, nor to it: neither the agents nor its API server. When."""
@@ -88,7 +103,7 @@ class SilentNode:
 
     def go_on(self, at: float) -> dict[str, float]:
         """Seconds until the others have heard that their round is over, and until both are in the next."""
-        left = self.drivers[:2]
+        left = self.drivers
         heard = []
         for driver in left:
             world_state = driver.wait(LIMIT)
@@ -112,10 +127,11 @@ class SilentNode:
         return found
 
     def _machine(self, driver: Driver) -> str:
-        return (*KEPT[1:], LOST)[self.drivers.index(driver)]
+        return KEPT[1:][self.drivers.index(driver)]
 
-    def _replica(self, name: str) -> Replica:
-        return self.operators.start(host=self.machines.addresses[name], inside=lambda: self.machines.inside(name))
+    def _replica(self, name: str, *, apart: bool = False) -> Replica:
+        inside = partial(self.machines.inside, name)
+        return self.operators.start(host=self.machines.addresses[name], inside=inside, apart=apart)
 
     def _serve(self, name: str) -> None:
         """A Service of the two replicas, for who is on that machine."""
@@ -129,17 +145,22 @@ class SilentNode:
         yield LOST, self.leader
         yield "spare", self.spare
 
+    def _end_third(self) -> None:
+        self._third.kill()
+        self._third.communicate()
+
     def _netns(self, name: str, *argv: str) -> None:
         run("ip", "netns", "exec", self.machines.space(name), *argv)
 
 
 @contextmanager
-def in_turn(folder: Path, times: int) -> Iterator[Callable[[], dict[str, float]]]:
-    """Gives a function that measures one such fault, each on machines of its own."""
+def in_turn(folder: Path, times: int, lose: Callable[[LostNode], float]) -> Iterator[Callable[[], dict[str, float]]]:
+    """Gives a function that measures one such fault, each on machines of its own. `lose`: `LostNode.cut` or
+    `LostNode.freeze`."""
     made = iter(range(times))
 
     def measure() -> dict[str, float]:
-        with SilentNode(folder / str(next(made))) as node:
-            return node.go_on(node.cut())
+        with LostNode(folder / str(next(made))) as node:
+            return node.go_on(lose(node))
 
     yield measure

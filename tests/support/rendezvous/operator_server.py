@@ -15,7 +15,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +61,7 @@ class Replica:
     operator: Operator
     faults: Faults
     host: str
+    apart: Apart | None = None
     task: asyncio.Task[None] = field(init=False)
 
     @property
@@ -76,6 +77,70 @@ class Replica:
         """Of whoever is `localhost`."""
         assert self.operator.tls_server is not None
         return f"https://localhost:{self.operator.tls_server.port}"
+
+
+class Apart:
+    """A loop in a thread of its own. While it is frozen nothing of it runs, and its kernel accepts and acknowledges."""
+
+    def __init__(self, inside: Callable[[], AbstractContextManager[object]]) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._going = threading.Event()
+        self._going.set()
+
+        def run() -> None:
+            with inside():
+                self.loop.run_forever()
+
+        self._thread = threading.Thread(target=run, name="operator-apart", daemon=True)
+        self._thread.start()
+
+    def do(self, work: Coroutine[Any, Any, T], limit: float = 30.0) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(limit)
+
+    def freeze(self) -> None:
+        self._going.clear()
+        self.loop.call_soon_threadsafe(self._going.wait)
+
+    def thaw(self) -> None:
+        self._going.set()
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+class FromApart:
+    """A client of the API server that lives in another loop, `home`."""
+
+    def __init__(self, client: Any, home: asyncio.AbstractEventLoop) -> None:
+        self._client, self._home = client, home
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await self._there(method(*args, **kwargs))
+
+        return self._watch if name == "watch" else call
+
+    async def _watch(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        events = self._client.watch(*args, **kwargs)
+        try:
+            while True:
+                try:
+                    event = await self._there(anext(events))
+                except StopAsyncIteration:
+                    return
+                yield event
+        finally:
+            await self._there(events.aclose())
+
+    async def _there(self, work: Any) -> Any:
+        async def waited() -> Any:
+            return await work
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(waited(), self._home))
 
 
 class OperatorServer:
@@ -122,11 +187,15 @@ class OperatorServer:
         host: str = "127.0.0.1",
         inside: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         tls: Mapping[str, str] | None = None,
+        apart: bool = False,
     ) -> Replica:
         """One more replica, at a port of one that was killed or at its own; returns when it serves, whether it leads or
         not. `cut`: it does not reach its API server, and returns when it listens. It listens at `host`, in the network
-        of `inside`. `tls`: the settings of TLS; it is `localhost` then."""
-        return self.do(self._start(port or self._ports.take(), cut, host, inside, tls or {}))
+        of `inside`. `tls`: the settings of TLS; it is `localhost` then. `apart`: in a thread of its own, which can be
+        frozen."""
+        loop = Apart(inside) if apart else None
+        start = self._start(port or self._ports.take(), cut, host, inside, tls or {}, loop)
+        return self.do(start) if loop is None else loop.do(start)
 
     async def _start(
         self,
@@ -135,6 +204,7 @@ class OperatorServer:
         host: str,
         inside: Callable[[], AbstractContextManager[object]],
         tls: Mapping[str, str],
+        apart: Apart | None,
     ) -> Replica:
         number = len(self.replicas)
         settings = OperatorSettings.from_env(
@@ -148,11 +218,13 @@ class OperatorServer:
         faults = Faults()
         if cut:
             faults.cut()
-        client = self.cluster.client(faults=faults)
+        client: Any = self.cluster.client(faults=faults)
+        if apart is not None:
+            client = FromApart(client, self.loop)
         operator = Operator(
             Clients.sharing(client), settings, Metrics(process=False), SystemClock(), synced=lambda: None
         )
-        replica = Replica(operator, faults, host)
+        replica = Replica(operator, faults, host, apart)
         listening, serving = asyncio.Event(), asyncio.Event()
         replica.task = asyncio.create_task(self._run(replica, listening, serving, inside))
         self.replicas.append(replica)
@@ -190,7 +262,12 @@ class OperatorServer:
 
     def end(self, replica: Replica) -> None:
         """As SIGTERM: it gives its Lease back."""
-        self.do(self._end(replica))
+        if replica.apart is None:
+            self.do(self._end(replica))
+        else:
+            replica.apart.thaw()
+            replica.apart.do(self._end(replica))
+            replica.apart.stop()
 
     async def _end(self, replica: Replica) -> None:
         replica.task.cancel()
