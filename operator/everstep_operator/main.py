@@ -113,7 +113,7 @@ class Operator:
             rng=rng,
             timing=LeaseTiming.of(settings.lease_seconds),
             on_change=self._leadership_changed,
-            is_gone=self.leader_probe.is_gone,
+            health=self.leader_probe.health,
             alone=alone,
         )
         self.leaderless = Leaderless(self.elector, clock)
@@ -269,13 +269,14 @@ class Operator:
             self._identities.forget()
 
     def _leadership(self) -> auth.LeaderLocation:
-        if self.elector.is_leader():
-            return auth.LeaderHere()
-        address = self.elector.holder_address()
+        leads, address = self.elector.is_leader(), self.elector.holder_address()
         if address is not None:
             host = address.rpartition(":")[0]
             tls = "" if self.tls_server is None else f"https://{host}:{self.tls_server.port}"
-            return auth.LeaderAt(f"http://{address}", tls)
+            at = auth.LeaderAt(f"http://{address}", tls)
+            return auth.LeaderHere(at) if leads else at
+        if leads:
+            return auth.LeaderHere()
         starting = self.caches.waiting()
         if starting:
             return auth.LeaderUnknown(f"this replica starts: it {starting}")

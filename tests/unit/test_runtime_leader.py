@@ -1,6 +1,7 @@
 """Leader election: never two, whatever stops, lags or jumps; always one again soon."""
 
 import asyncio
+import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from everstep_operator.kube.errors import AlreadyExists, Conflict, ConnectionFai
 from everstep_operator.kube.wire import Lease, LeaseSpec, ObjectMeta
 from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.runtime.leader import Following, LeaderElector, Leadership, Leading, LeaseTiming, address_of
+from everstep_operator.runtime.leader_probe import UNANSWERED, Health
 from everstep_operator.runtime.leaderless import NOTICE, Leaderless
 from support.clocks.manual import ManualClock
 
@@ -95,6 +97,7 @@ class Stoppable:
         self.inner = inner
         self._running = asyncio.Event()
         self._running.set()
+        self.stopped_at = math.inf
 
     def monotonic(self) -> float:
         return self.inner.monotonic()
@@ -108,13 +111,16 @@ class Stoppable:
 
     def stop(self) -> None:
         self._running.clear()
+        self.stopped_at = min(self.stopped_at, self.monotonic())
 
     def go_on(self) -> None:
         self._running.set()
+        self.stopped_at = math.inf
 
 
 @dataclass
 class Replica:
+    identity: str
     clock: Stoppable
     link: Link
     elector: LeaderElector
@@ -136,7 +142,7 @@ class World:
     clock: ManualClock = field(default_factory=ManualClock)
     leases: Leases = field(default_factory=Leases)
     replicas: list[Replica] = field(default_factory=list)
-    gone: set[str] = field(default_factory=set)  # addresses of whose processes it is said
+    health: dict[str, Health] = field(default_factory=dict)  # by address
 
     def replica(self, identity: str, *, alone: bool = False) -> Replica:
         clock = Stoppable(self.clock)
@@ -150,12 +156,20 @@ class World:
             clock=clock,
             rng=lambda: 0.5,
             on_change=changes.append,
-            is_gone=self.gone.__contains__,
+            health=self._health,
             alone=alone,
         )
-        made = Replica(clock, link, elector, changes)
+        made = Replica(identity, clock, link, elector, changes)
         self.replicas.append(made)
         return made
+
+    def _health(self, address: str) -> Health:
+        """What a probe would find of a process that stands still, unless the test says something else."""
+        if address in self.health:
+            return self.health[address]
+        stopped = [r.clock.stopped_at for r in self.replicas if address_of(r.identity) == address]
+        unanswered = self.clock.monotonic() - min(stopped, default=math.inf)
+        return Health.STILL if unanswered >= UNANSWERED else Health.ANSWERS
 
     async def advance(self, seconds: float, step: float = 0.1) -> None:
         """Let time pass, watching that there are never two leaders."""
@@ -250,9 +264,8 @@ async def test_renewal_is_one_request_and_bears_an_api_server_that_takes_1_5_s(w
     assert set(a.link.requests) == {"replace"}
 
 
-async def test_dead_leader_is_replaced_after_the_lease_duration(world: World) -> None:
+async def test_leader_that_answers_and_renews_no_more_is_replaced_after_the_lease_duration(world: World) -> None:
     a, b = await pair(world)
-    a.clock.stop()
     a.link.down = True
     await world.advance(5)
     assert not b.elector.is_leader()
@@ -266,7 +279,7 @@ async def test_leader_that_is_gone_is_replaced_when_its_renewals_stopped_for_a_t
     a.link.down = True
     stopped = world.clock.monotonic()
     await world.clock.advance(0.5)
-    world.gone.add("10.0.0.1:8080")
+    world.health["10.0.0.1:8080"] = Health.GONE
     assert b.elector.holder_address() is None, "nobody is sent there any more"
     while not b.elector.is_leader():
         await world.clock.advance(0.1)
@@ -280,10 +293,68 @@ async def test_leader_that_is_gone_is_replaced_when_its_renewals_stopped_for_a_t
     assert not a.elector.is_leader()
 
 
+async def test_frozen_leader_is_replaced_in_half_its_lease_and_thaws_as_a_follower(world: World) -> None:
+    a, b = await pair(world)
+    a.link.requests.clear()
+    while not a.link.requests:  # it has just renewed
+        await world.advance(0.1)
+    await world.advance(0.1)
+    a.clock.stop()
+    frozen = world.clock.monotonic()
+    while not b.elector.is_leader():
+        await world.advance(0.1)
+    assert UNANSWERED <= world.clock.monotonic() - frozen < 4.0
+    assert b.elector.require() == 2
+    a.clock.go_on()
+    # Its renew deadline has not passed, and nothing of it has run yet: its very next write is refused.
+    with pytest.raises(NotLeading, match="stood still"):
+        a.elector.require()
+    await world.advance(2)
+    assert [isinstance(state, Leading) for state in a.changes] == [True, False]
+    assert b.elector.require() == 2
+
+
+async def test_leader_that_stands_still_for_two_seconds_again_and_again_keeps_its_term(world: World) -> None:
+    """As on a machine with twenty processes for each processor."""
+    a, _ = await pair(world)
+    for _ in range(20):
+        a.clock.stop()
+        await world.advance(2.0)
+        a.clock.go_on()
+        await world.advance(0.7)
+    assert a.elector.require() == 1
+    assert len(a.changes) == 1
+
+
+async def test_leader_that_thaws_before_another_leads_begins_a_new_term(world: World) -> None:
+    """Nobody could renew at it, and whoever keeps a memory for a term has to know that."""
+    a, b = await pair(world)
+    b.link.down = True
+    a.clock.stop()
+    await world.advance(2.8)
+    a.clock.go_on()
+    await world.advance(2)
+    assert a.elector.require() == 2
+    assert [isinstance(state, Leading) for state in a.changes] == [True, False, True]
+
+
+async def test_renewal_that_was_sent_before_a_pause_ends_no_doubt_after_it(world: World) -> None:
+    a, _ = await pair(world)
+    a.link.latency = 0.3
+    a.link.requests.clear()
+    while not a.link.requests:
+        await world.clock.advance(0.05)
+    a.clock.stop()  # while that renewal is under way
+    await world.advance(2.6)
+    a.clock.go_on()
+    await world.clock.advance(0.0)
+    assert not a.elector.is_leader()
+
+
 async def test_leader_that_renews_is_not_replaced_whoever_says_that_it_is_gone(world: World) -> None:
     """The replicas do not reach each other, and both reach the API server."""
     a, b = await pair(world)
-    world.gone |= {"10.0.0.1:8080", "10.0.0.2:8080"}
+    world.health |= dict.fromkeys(("10.0.0.1:8080", "10.0.0.2:8080"), Health.GONE)
     await world.advance(60)
     assert a.elector.require() == 1
     assert b.elector.holder_address() is None
@@ -292,7 +363,7 @@ async def test_leader_that_renews_is_not_replaced_whoever_says_that_it_is_gone(w
 
 async def test_leader_that_only_stopped_renewing_has_its_whole_lease(world: World) -> None:
     a, b = await pair(world)
-    world.gone.add("10.0.0.9:8080")
+    world.health["10.0.0.9:8080"] = Health.GONE
     a.link.down = True
     await world.advance(2.5)
     assert a.elector.is_leader()
@@ -423,7 +494,7 @@ LATE = [(2, "cut", 6.8), (0, "slow", 3.2), (0, "lose", 3.8), (0, "heal", 2.6), (
 def test_there_are_never_two_leaders_and_one_again_once_faults_end(script: list[tuple[int, str, float]]) -> None:
     async def play(world: World) -> None:
         for name in "abc":
-            world.replica(f"{name}_10.0.0.1:1").start()
+            world.replica(f"{name}_{name}:1").start()
         await world.advance(2, step=0.2)
         epochs: list[int] = []
         for index, fault, seconds in script:

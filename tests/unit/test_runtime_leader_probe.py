@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
-from everstep_operator.runtime.leader_probe import LeaderProbe
+from everstep_operator.runtime.leader_probe import UNANSWERED, Health, LeaderProbe
 
 LIMIT = 20.0
 
@@ -19,7 +20,7 @@ class Leader:
 
     def __init__(self) -> None:
         self.asked = 0
-        self.answers, self.ends = True, False
+        self.answers, self.ends, self.delay = True, False, 0.0
         self._writers: list[asyncio.StreamWriter] = []
 
     async def start(self, port: int = 0) -> None:
@@ -33,12 +34,16 @@ class Leader:
             while not self.ends:
                 await reader.readuntil(b"\r\n\r\n")
                 self.asked += 1
+                await asyncio.sleep(self.delay)
                 if self.answers:
                     writer.write(b"HTTP/1.1 503 X\r\nContent-Length: 2\r\n\r\nno")
         writer.close()
 
     def stop(self) -> None:
         self.server.close()
+        self.stop_connections()
+
+    def stop_connections(self) -> None:
         for writer in self._writers:
             writer.close()
 
@@ -66,28 +71,69 @@ async def test_leader_whose_port_closes_is_gone_until_it_is_back() -> None:
     await leader.start()
     async with watching(leader) as leader_probe:
         await until(lambda: leader.asked >= 2)
-        assert not leader_probe.is_gone(leader.address)
+        assert leader_probe.health(leader.address) is not Health.GONE
         leader.stop()
-        await until(lambda: leader_probe.is_gone(leader.address))
-        assert not leader_probe.is_gone("127.0.0.1:1")
+        await until(lambda: leader_probe.health(leader.address) is Health.GONE)
+        assert leader_probe.health("127.0.0.1:1") is not Health.GONE
         await leader.start(leader.port)
-        await until(lambda: not leader_probe.is_gone(leader.address))
+        await until(lambda: leader_probe.health(leader.address) is not Health.GONE)
 
 
 @pytest.mark.long
-async def test_leader_that_says_nothing_or_ends_connections_is_there() -> None:
+async def test_leader_that_says_nothing_stands_still_until_it_answers_and_is_never_gone() -> None:
+    leader = Leader()
+    await leader.start()
+    async with watching(leader) as leader_probe:
+        await until(lambda: leader.asked >= 2)  # it has answered
+        leader.answers = False
+        asked = leader.asked
+        await until(lambda: leader.asked > asked)
+        silent = time.monotonic()
+        await until(lambda: leader_probe.health(leader.address) is Health.STILL)
+        assert time.monotonic() - silent > UNANSWERED - 0.5
+        leader.answers = True
+        leader.stop_connections()  # the next one is answered
+        await until(lambda: leader_probe.health(leader.address) is Health.ANSWERS)
+
+
+@pytest.mark.long
+async def test_leader_that_needs_two_seconds_for_each_answer_does_not_stand_still() -> None:
+    leader = Leader()
+    leader.delay = 2.0
+    await leader.start()
+    seen = set()
+    async with watching(leader) as leader_probe, asyncio.timeout(LIMIT):
+        while leader.asked < 4:
+            seen.add(leader_probe.health(leader.address))
+            await asyncio.sleep(0.05)
+    assert seen == {Health.ANSWERS}
+
+
+@pytest.mark.long
+async def test_pause_of_the_follower_itself_accuses_nobody() -> None:
+    """Two replicas on one busy machine wait together."""
+    leader = Leader()
+    await leader.start()
+    async with watching(leader) as leader_probe:
+        await until(lambda: leader.asked >= 2)
+        leader.delay = 0.3  # an answer is under way when the pause begins
+        asked = leader.asked
+        await until(lambda: leader.asked > asked)
+        time.sleep(UNANSWERED + 0.5)  # noqa: ASYNC251 - nothing of this process runs
+        assert leader_probe.health(leader.address) is Health.ANSWERS
+        await asyncio.sleep(1.0)
+        assert leader_probe.health(leader.address) is Health.ANSWERS
+
+
+async def test_leader_that_ends_each_connection_is_there() -> None:
     leader = Leader()
     await leader.start()
     async with watching(leader) as leader_probe:
         await until(lambda: leader.asked >= 1)
-        leader.answers = False
-        asked = leader.asked
-        await until(lambda: leader.asked > asked)
-        await asyncio.sleep(3.0)  # longer than a silent machine would be given
-        assert not leader_probe.is_gone(leader.address)
-        leader.ends = leader.answers = True
+        leader.ends = True
+        leader.stop_connections()
         await asyncio.sleep(1.0)
-        assert not leader_probe.is_gone(leader.address)
+        assert leader_probe.health(leader.address) is Health.ANSWERS
 
 
 async def test_address_that_was_never_reached_is_not_called_gone() -> None:
@@ -96,7 +142,7 @@ async def test_address_that_was_never_reached_is_not_called_gone() -> None:
     leader.stop()
     async with watching(leader) as leader_probe:
         await asyncio.sleep(1.5)
-        assert not leader_probe.is_gone(leader.address)
+        assert leader_probe.health(leader.address) is not Health.GONE
 
 
 async def test_address_that_is_none_stops_nothing() -> None:
@@ -109,4 +155,4 @@ async def test_address_that_is_none_stops_nothing() -> None:
         await asyncio.sleep(1.0)
         leader.address = real
         await until(lambda: leader.asked >= 1)
-        assert not leader_probe.is_gone(real)
+        assert leader_probe.health(real) is not Health.GONE

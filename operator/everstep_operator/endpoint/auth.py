@@ -42,17 +42,22 @@ AT_FAULT = web.RequestKey("at_fault", bool)  # whether the sender did something 
 
 
 @dataclass(frozen=True, slots=True)
-class LeaderHere:
-    """This replica holds the Lease."""
-
-
-@dataclass(frozen=True, slots=True)
 class LeaderAt:
-    """Another replica holds the Lease and answers at `base_url`, such as `http://10.244.1.7:8080`; who came by TLS is
-    sent to `tls_url`."""
+    """A replica holds the Lease and answers at `base_url`, such as `http://10.244.1.7:8080`; who came by TLS is sent to
+    `tls_url`."""
 
     base_url: str
     tls_url: str = ""
+
+    def url(self, request: web.Request) -> str:
+        return (self.tls_url if request.secure else self.base_url).rstrip("/")
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderHere:
+    """This replica holds the Lease, and answers at `address`."""
+
+    address: LeaderAt = LeaderAt("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +136,21 @@ class RequestAuth:
         match self._leadership():
             case LeaderHere():
                 return None
-            case LeaderAt(base_url=plain, tls_url=tls):
-                url = tls if request.secure else plain
-                location = {"Location": url.rstrip("/") + request.path_qs}
+            case LeaderAt() as other:
+                location = {"Location": other.url(request) + request.path_qs}
                 return Answer(307, "another replica leads", ReportResult.REDIRECTED, location)
             case LeaderUnknown(reason):
                 return later(reason, ReportResult.NO_LEADER)
-            case other:
-                assert_never(other)
+            case unknown:
+                assert_never(unknown)
+
+    def address_of_leader(self, request: web.Request) -> str:
+        """Where this replica answers who came as `request` did; empty if it does not lead."""
+        match self._leadership():
+            case LeaderHere(address):
+                return address.url(request)
+            case _:
+                return ""
 
     @asynccontextmanager
     async def admitted(self, request: web.Request, shares: Shares) -> AsyncIterator[Caller | Answer]:

@@ -432,6 +432,10 @@ class JobRounds:
 
     def _expire(self) -> None:
         self._expiry_timer = None
+        try:
+            self._env.epoch()
+        except NotLeading:
+            return  # nobody could renew at a process that stood still: with its next term each gets one more lease
         if self._env.is_current(self):
             self.presences.expire(self._now())
             self.after_presence()

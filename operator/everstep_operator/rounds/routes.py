@@ -21,6 +21,7 @@ from everstep.contract.rounds import (
     EXPIRATIONS_HEADER,
     EXPIRATIONS_PARAMETER,
     GRACE_HEADER,
+    LEADER_HEADER,
     MAX_JOIN_REQUEST_BYTES,
     MAX_WAIT,
     PRESENCE_PATH,
@@ -97,7 +98,10 @@ class RoundRoutes:
             return caller.response(request)
         who = {"pod": caller.identity.pod_name, "namespace": caller.identity.namespace}
         try:
-            return await call(request, await self._agent(caller), caller)
+            response = await call(request, await self._agent(caller), caller)
+            # An agent whose other calls hang at a frozen leader sees by this that another one leads.
+            response.headers[LEADER_HEADER] = self._auth.address_of_leader(request)
+            return response
         except DocumentInvalid as e:
             answer = Answer(400, str(e), ReportResult.MALFORMED)
         except (RoundsRefused, PresenceRefused, CallerRefused) as e:

@@ -8,10 +8,14 @@ process that was stopped finds its leadership over when it continues (failure mo
 docs/operations/failure-modes.md). Every acquisition raises `leaseTransitions`, even by the same replica: that number is
 the epoch. This follows client-go's `leaderelection`, which raises the number only when the holder changes.
 
-There is one exception. If `is_gone` finds the leader gone and it has not renewed for `silent` seconds, it is replaced,
-which is sooner. Both signs together mean that its machine is lost or cut off, so it cannot write. Safety does not
-depend on this, because each write of a leader is a compare-and-swap (ADR 0009). A leader that reaches the API server
-goes on renewing, and is never replaced.
+There are two exceptions, in which a leader is replaced sooner. Both need a second sign, from `health`, so a leader that
+reaches the API server goes on renewing, and is never replaced. Safety does not depend on them, because each write of a
+leader is a compare-and-swap (ADR 0009).
+
+- It is `GONE` and has not renewed for `silent` seconds: its machine is lost or cut off, so it cannot write.
+- It is `STILL`, which means that its process has answered nothing for a while, and it has not renewed for `unanswered`
+  seconds: the process is frozen. It may thaw before its `renew_deadline`. So a term also ends when the process of its
+  leader has stood still for `STILL` seconds, which is less than an answer is waited for (ADR 0074).
 
 If somebody deletes the Lease, only a replica that never saw it takes over sooner.
 
@@ -34,6 +38,7 @@ from everstep_operator.kube.resources import LEASES
 from everstep_operator.kube.wire import Lease, micro_time
 from everstep_operator.runtime.clock import Clock, wait_event, within
 from everstep_operator.runtime.errors import NotLeading
+from everstep_operator.runtime.leader_probe import UNANSWERED, Health
 from everstep_operator.runtime.randomness import Random
 
 log = logging.getLogger(__name__)
@@ -41,24 +46,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LeaseTiming:
-    """Times in seconds. `retry`: between two renewals; followers look twice in that time. `silent`: after so long
-    without a renewal a leader that is gone is replaced."""
+    """Times in seconds. `retry`: between two renewals; followers look twice in that time. `silent` and `unanswered`:
+    after so long without a renewal a leader that is gone, or whose process stands still, is replaced."""
 
     duration: int = 6
     renew_deadline: float = 4.0
     retry: float = 1.0
     silent: float = 2.0
+    unanswered: float = 3.0
 
     def __post_init__(self) -> None:
         if not 0 < self.retry < self.renew_deadline < self.duration:
             raise ValueError(f"a Lease needs 0 < retry < renew_deadline < duration, got {self}")
         if not self.retry < self.silent <= self.duration:
             raise ValueError(f"a Lease needs retry < silent <= duration, got {self}")
+        if not self.silent <= self.unanswered <= self.duration:
+            raise ValueError(f"a Lease needs silent <= unanswered <= duration, got {self}")
 
     @classmethod
     def of(cls, seconds: int) -> "LeaseTiming":
         """The timing of a Lease that lasts so many seconds."""
-        return cls(duration=seconds, renew_deadline=seconds * 2 / 3, retry=seconds / 6, silent=seconds / 3)
+        sixth = seconds / 6
+        return cls(seconds, renew_deadline=4 * sixth, retry=sixth, silent=2 * sixth, unanswered=3 * sixth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,9 @@ class Following:
 
 
 Leadership: TypeAlias = Leading | Following
+
+STILL = UNANSWERED - 0.2  # seconds without a turn of this process; the term ends before another replica begins one
+NOTE = 0.1  # seconds between two notes that this process runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +123,10 @@ class LeaderElector:
         rng: Random,
         timing: LeaseTiming = LeaseTiming(),
         on_change: Callable[[Leadership], None] | None = None,
-        is_gone: Callable[[str], bool] = lambda _address: False,
+        health: Callable[[str], Health] = lambda _address: Health.ANSWERS,
         alone: bool = False,
     ) -> None:
-        """`is_gone`: whether the process at an address is known to be gone; `alone`: there is no other candidate; see
-        above."""
+        """`health`: what is known of the process at an address; `alone`: there is no other candidate; see above."""
         self._alone = alone
         self._client = client
         self._namespace = namespace
@@ -125,17 +136,36 @@ class LeaderElector:
         self._rng = rng
         self._timing = timing
         self._on_change = on_change
-        self._is_gone = is_gone
+        self._health = health
         self._seen: _Seen | None = None
         self._state: Leadership = Following("", 0, "not yet observed")
         self._announced: int | None = None  # the epoch of which waiters know; None: this replica does not lead
         self._changed = asyncio.Event()
+        self._ran_at = math.inf  # when this process was seen to run
+        self._still_until = -math.inf  # a renewal that was sent before shows nothing of the time since
 
     def state(self) -> Leadership:
-        """The state at this moment. A leadership whose time ran out is over, even if nobody noticed yet."""
-        if isinstance(self._state, Leading) and self._clock.monotonic() >= self._state.until:
-            return Following("", self._state.epoch, "the renew deadline passed")
+        """The state at this moment. A leadership whose time ran out, or whose process stood still, is over, even if
+        nobody noticed yet."""
+        if isinstance(self._state, Leading):
+            if self._clock.monotonic() >= self._state.until:
+                return Following("", self._state.epoch, "the renew deadline passed")
+            if self._stood_still():
+                return Following("", self._state.epoch, "this process stood still, and another may lead by now")
         return self._state
+
+    def _stood_still(self) -> bool:
+        return not self._alone and self._clock.monotonic() - self._ran_at >= STILL
+
+    async def _note_running(self) -> None:
+        """Note again and again that this process runs. What runs first after a pause finds the old note."""
+        while True:
+            if self._stood_still():
+                self._still_until = self._clock.monotonic()
+                self._state = self.state()
+                self._announce()
+            self._ran_at = self._clock.monotonic()
+            await self._clock.sleep(NOTE)
 
     def is_leader(self) -> bool:
         return isinstance(self.state(), Leading)
@@ -158,7 +188,7 @@ class LeaderElector:
                 # A replica whose leadership ran out does not redirect to itself, because the redirect would never end.
                 if self._seen is None or not holder or holder == self._identity or self._is_free(self._seen):
                     return None
-                return None if self._holder_is_gone(self._seen) else address_of(holder)
+                return None if self._holder_health(self._seen) is Health.GONE else address_of(holder)
 
     def is_led(self) -> bool:
         """Whether this replica leads, or sees that another one does."""
@@ -199,6 +229,8 @@ class LeaderElector:
 
     async def run(self) -> None:
         """Take part until cancelled, then release the Lease if this replica holds it."""
+        self._ran_at = self._clock.monotonic()
+        noting = asyncio.create_task(self._note_running())
         try:
             while True:
                 began = self._clock.monotonic()
@@ -206,6 +238,8 @@ class LeaderElector:
                 self._announce()
                 await self._clock.sleep(self._pause(began))
         finally:
+            noting.cancel()
+            self._ran_at = math.inf
             await self._release()
 
     def _pause(self, began: float) -> float:
@@ -313,11 +347,17 @@ class LeaderElector:
         if seen.missing:  # it is not known who held it last
             return self._timing.duration
         duration = seen.lease.spec.lease_duration_seconds or self._timing.duration
-        return min(duration, self._timing.silent) if self._holder_is_gone(seen) else duration
+        match self._holder_health(seen):
+            case Health.GONE:
+                return min(duration, self._timing.silent)
+            case Health.STILL:
+                return min(duration, self._timing.unanswered)
+            case Health.ANSWERS:
+                return duration
 
-    def _holder_is_gone(self, seen: _Seen) -> bool:
+    def _holder_health(self, seen: _Seen) -> Health:
         address = address_of(seen.lease.spec.holder_identity or "")
-        return address is not None and self._is_gone(address)
+        return Health.ANSWERS if address is None else self._health(address)
 
     def _won(self, lease: Lease, sent: float) -> None:
         self._observe(lease)
@@ -326,6 +366,8 @@ class LeaderElector:
             # The answer came too late. Callers of `wait_lost` saw this term end, and wait for another epoch.
             self._state = self.state()
             return
+        if sent < self._still_until:
+            return  # the next renewal begins a new term, if no other replica has begun one
         self._state = Leading(epoch, math.inf if self._alone else sent + self._timing.renew_deadline)
 
     def _follow(self, reason: str) -> None:

@@ -1,22 +1,26 @@
-"""Detects that the process that holds the Lease is gone, long before the Lease expires: by the kernel of the leader's
-machine.
+"""Detects that the process that holds the Lease is gone or frozen, long before the Lease expires.
 
 A follower keeps a connection to the leader and sends it a request again and again. The leader's kernel acknowledges
-that even if the process is stopped or gets no processor: such a leader is judged by its Lease. If nothing is
-acknowledged, or the connection ends, the follower tries to connect again. If the attempts are refused, the process is
-gone. If none is answered, its machine is lost or cut off. This module knows nothing of Leases: the elector also sees
-whether the leader still renews. It writes its one request itself, because it needs options of the socket
-(TCP_USER_TIMEOUT) and a connection of its own, which the HTTP client of the Kubernetes API does not give. Invariant: an
-address that was never reached never counts as gone, because a firewall is silent too.
+that even if the process is stopped or gets no processor. If nothing is acknowledged, or the connection ends, the
+follower tries to connect again. If the attempts are refused, the process is gone. If none is answered, its machine is
+lost or cut off. If the kernel acknowledges and no answer comes for `UNANSWERED` seconds, the process stands still. Only
+time in which this process ran counts: two replicas of one busy machine wait together, and neither accuses the other.
+
+This module knows nothing of Leases: the elector also sees whether the leader still renews. It writes its one request
+itself, because it needs options of the socket (TCP_USER_TIMEOUT) and a connection of its own, which the HTTP client of
+the Kubernetes API does not give. Invariant: an address that was never reached never counts as gone, because a firewall
+is silent too; and one that never answered never counts as still.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import socket
 from collections.abc import Callable
+from enum import Enum
 from typing import TypeAlias
 
 log = logging.getLogger("everstep.leader_probe")
@@ -25,6 +29,8 @@ BEAT = 0.4  # seconds between an answer and the next request
 SILENT = 1.0  # seconds within which sent data must be acknowledged
 ATTEMPTS, SPACING = 8, 0.1  # attempts to connect again, and seconds between them
 RECHECK = 0.5  # seconds until the address is read again, or an unreachable one is tried again
+UNANSWERED = 2.5  # seconds without an answer; a process may well stand still for two
+LOOK = 0.25  # seconds between checks whether the answer has come
 MAX_ANSWER = 64 * 1024
 _REQUEST = b"GET /healthz HTTP/1.1\r\nHost: leader\r\n\r\n"
 _OPTIONS = (
@@ -37,6 +43,15 @@ _OPTIONS = (
 Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+class Health(Enum):
+    """What is known of the process at an address. `GONE`: it has ended, or its machine gives no sign. `STILL`: its
+    kernel answers, and the process does not."""
+
+    ANSWERS = "answers"
+    STILL = "still"
+    GONE = "gone"
+
+
 class LeaderProbe:
     """`address` gives the `host:port` to probe, or None."""
 
@@ -44,10 +59,14 @@ class LeaderProbe:
         self._address = address
         self._reached_address: str | None = None  # was reached
         self._gone_address: str | None = None
+        self._answered_address: str | None = None  # has answered
+        self._still_address: str | None = None
 
-    def is_gone(self, address: str) -> bool:
-        """Whether the process that was once reached at the address is gone, or its machine gives no sign."""
-        return address == self._gone_address
+    def health(self, address: str) -> Health:
+        """Of the process that was once reached at the address."""
+        if address == self._gone_address:
+            return Health.GONE
+        return Health.STILL if address == self._still_address else Health.ANSWERS
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -76,7 +95,7 @@ class LeaderProbe:
         try:
             while self._address() == address:
                 writer.write(_REQUEST)
-                await _answer(reader)
+                await self._answered(reader, address)
                 await asyncio.sleep(BEAT)
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as e:
             log.debug("the connection to the leader ended: %s", e)
@@ -86,10 +105,27 @@ class LeaderProbe:
                 await writer.wait_closed()
         return ""
 
+    async def _answered(self, reader: asyncio.StreamReader, address: str) -> None:
+        """Wait for one answer, however long, and note meanwhile that it is late."""
+        answer = asyncio.ensure_future(_answer(reader))
+        try:
+            for looks in itertools.count(1):
+                await asyncio.wait((answer,), timeout=LOOK)
+                if answer.done():
+                    break
+                # Each look counts once, even if this process stood still between two of them.
+                late = looks * LOOK >= UNANSWERED and self._answered_address == address
+                if late and self._still_address != address:
+                    self._still_address = address
+                    log.warning("the leader stands still", extra={"address": address, "seconds": UNANSWERED})
+        finally:
+            answer.cancel()
+        answer.result()
+        self._answered_address, self._still_address = address, None
+
 
 async def _answer(reader: asyncio.StreamReader) -> None:
-    """Read one answer. Its content does not matter, and neither does its delay: the kernel reports a broken
-    connection."""
+    """Read one answer. Its content does not matter. The kernel reports a broken connection."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     _, _, length = head.partition(b"content-length:")
     size = int(length.split(b"\r\n")[0]) if length else 0

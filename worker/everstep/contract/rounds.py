@@ -15,6 +15,7 @@ the wire it is named `lapses`, as it was first: agent and operator may be of dif
 | present | GET presence | 200 {agent: join request as text} |
 
 In the seconds of Everstep-Grace the operator writes the join request into the document.
+Each of these answers has Everstep-Leader: the URL of the leader's own address, as a redirect names it.
 
 Each may be answered 307 by a follower, to the same path at the leader; 400 not understood; 401 no valid token; 403 not
 for this pod; 413 too large; 503 with Retry-After, again later. What is not 2xx, 304 or 307 has `{"reason": text}`.
@@ -29,6 +30,7 @@ VERSION_HEADER = "Everstep-Version"
 EXPIRATIONS_HEADER, EXPIRATIONS_PARAMETER = "Everstep-Lapses", "lapses"
 TTL_HEADER = "Everstep-Ttl"
 GRACE_HEADER = "Everstep-Grace"
+LEADER_HEADER = "Everstep-Leader"
 
 MAX_JOIN_REQUEST_BYTES = 16 * 1024
 MAX_PRESENT_BYTES = 8 * 1024 * 1024  # of one job's join requests together

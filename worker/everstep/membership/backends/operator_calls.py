@@ -13,13 +13,15 @@ the token.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import ssl
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,6 +42,8 @@ from urllib3.exceptions import SSLError as TransportSSLError
 from everstep.contract import env
 from everstep.contract.addresses import host_and_port
 from everstep.contract.messages import is_refusal, words
+from everstep.contract.rounds import LEADER_HEADER
+from everstep.membership.backends.hedging import LOOK_SECONDS, AnsweredLater, meanwhile, wait_for_answer
 from everstep.membership.backends.sockets import PooledClient, brief
 from everstep.membership.errors import StoreRefused, StoreUnavailable
 from everstep.membership.peers.probe import connect
@@ -102,11 +106,11 @@ class _Opening(OpensItself):
         return made
 
 
-class _Http(_Opening, HTTPConnection):
+class _Http(_Opening, AnsweredLater, HTTPConnection):
     pass
 
 
-class _Https(_Opening, HTTPSConnection):
+class _Https(_Opening, AnsweredLater, HTTPSConnection):
     answer_seconds = HANDSHAKE
 
 
@@ -183,6 +187,7 @@ class OperatorCalls(PooledClient):
         self._url, self._token_file, self._limits = url, token_file, limits or Limits()
         self._clock = clock
         self._accepted = False
+        self._named: str | None = None  # the leader, as an answer has named it last
         self._unauthorized_since: float | None = None  # the first 401 after the last answer
         self._leader: str | None = None
         settings: dict[str, Any] = {}
@@ -200,25 +205,34 @@ class OperatorCalls(PooledClient):
         headers: Mapping[str, str] | None = None,
         limit: int = 0,
         reply: float | None = None,
+        hedged: bool = False,
     ) -> Reply:
         """An answer with one of the statuses `expect`, and at most `limit` bytes if it is 200.
 
         Raises StoreRefused if the operator itself refuses, and StoreUnavailable for every other answer. A 401 is
         StoreUnavailable too, within `Limits.unauthorized` seconds of the first one, if a call was answered before. A
-        call may take effect twice: an address that did not answer may have carried it out.
+        call may take effect twice: an address that did not answer may have carried it out. `hedged`: while it waits,
+        another leader is looked for; if one is found, every call that waits for the old one is sent there.
         """
-        wanted = _Call(method, path, body, dict(headers or {}), frozenset(expect), limit, reply or self._limits.reply)
-        leader = self._leader
-        if leader is not None:
-            try:
+        seconds = reply or self._limits.reply
+        wanted = _Call(method, path, body, dict(headers or {}), frozenset(expect), limit, seconds, hedged)
+        return self._ask_leader(wanted) or self._ask(wanted)
+
+    def _ask_leader(self, wanted: _Call) -> Reply | None:
+        """The answer of the leader; None if it is not known, or does not answer as expected: then it is forgotten."""
+        for _ in range(3):  # another one may be found while the first one is waited for
+            leader = self._leader
+            if leader is None:
+                break
+            with contextlib.suppress(HTTPError, StoreUnavailable):
                 answer = self._send(leader, wanted)
-            except (HTTPError, StoreUnavailable):
-                answer = None
-            if answer is not None and answer.status in wanted.expect:
-                self._was_accepted()
-                return answer
-            self._leader = None
-        return self._ask(wanted)
+                if answer.status in wanted.expect:
+                    self._was_accepted(answer, leader, wanted)
+                    return answer
+            with self._lock:
+                if self._leader == leader:
+                    self._leader = None
+        return None
 
     def _ask(self, wanted: _Call) -> Reply:
         """Ask the configured address, and the one to which it redirects."""
@@ -227,9 +241,11 @@ class OperatorCalls(PooledClient):
             try:
                 reply, at = self._send(self._url, wanted), self._url
                 if reply.status == 307:
-                    at = self._target(reply, wanted)
+                    at = self._target(reply.headers.get("Location", ""), wanted)
                     reply = self._send(at, wanted)
             except HTTPError as e:
+                if (answer := self._ask_leader(wanted)) is not None:  # it was found while this call waited
+                    return answer
                 why = _explain(e)
                 left -= 2 if isinstance(e, ReadTimeoutError) else 1
                 continue
@@ -237,15 +253,44 @@ class OperatorCalls(PooledClient):
                 raise StoreUnavailable(f"{at} was named as the operator's leader and names another: it is not settled")
             if reply.status not in wanted.expect:
                 raise self._again(at, reply) or _error(at, reply)
-            self._was_accepted()
-            if at != self._url:
-                self._leader = at
+            self._was_accepted(reply, at, wanted)
             return reply
         raise StoreUnavailable(f"the operator at {self._url} does not answer: {why}")
 
-    def _was_accepted(self) -> None:
+    def _was_accepted(self, reply: Reply, at: str, wanted: _Call) -> None:
         with self._lock:
             self._accepted, self._unauthorized_since = True, None
+        if at != self._url:
+            self._leader = at
+        with contextlib.suppress(StoreUnavailable):  # a leader that names itself in a way that is not followed
+            self._follow(self._leader_of(reply, wanted) or (at if at != self._url else None))
+
+    def _follow(self, named: str | None) -> bool:
+        """Note who leads. If that is another than before, calls that wait for the former one are sent there, because it
+        may be frozen: it would not end them. Whether it is another."""
+        with self._lock:
+            former = self._named
+            self._named = named or former
+            if named is None or former in (None, named):
+                return False
+            self._leader = named
+        self._end_connections(self._own_pool())
+        return True
+
+    def _look_for_another(self, wanted: _Call) -> bool | None:
+        """Whether another replica leads by now; None if nobody answers. See `hedging`."""
+        try:
+            reply = self._raw(self._url, replace(wanted, reply=LOOK_SECONDS, hedged=False), self._token())
+            return self._follow(self._leader_of(reply, wanted))
+        except (HTTPError, StoreUnavailable):
+            return None
+
+    def _leader_of(self, reply: Reply, wanted: _Call) -> str | None:
+        """The leader that the answer names."""
+        if reply.status == 307:
+            return self._target(reply.headers.get("Location", ""), wanted)
+        named = reply.headers.get(LEADER_HEADER)
+        return None if not named or reply.status not in wanted.expect else self._target(named + wanted.path, wanted)
 
     def _again(self, at: str, reply: Reply) -> StoreUnavailable | None:
         """The error to raise for a 401 that is not final yet; None if it is final, or no 401."""
@@ -263,9 +308,8 @@ class OperatorCalls(PooledClient):
             f" {self._limits.unauthorized:g} s)"
         )
 
-    def _target(self, reply: Reply, wanted: _Call) -> str:
+    def _target(self, location: str, wanted: _Call) -> str:
         """The target of a redirect. Refused if the token could go to a server for which it was not meant."""
-        location = reply.headers.get("Location", "")
         url = location.removesuffix(wanted.path)
         try:
             split, mine = urlsplit(url), urlsplit(self._url)
@@ -305,17 +349,20 @@ class OperatorCalls(PooledClient):
     def _raw(self, url: str, wanted: _Call, token: str) -> Reply:
         headers = {**wanted.headers, **({"Authorization": f"Bearer {token}"} if token else {})}
         pool = self._own_pool()
+        look = partial(self._look_for_another, wanted)
+        hedge = partial(wait_for_answer, seconds=wanted.reply, look=look) if wanted.hedged else None
         try:
-            response = pool.request(
-                wanted.method,
-                url + wanted.path,
-                body=wanted.body,
-                headers=headers,
-                timeout=urllib3.Timeout(connect=self._limits.connect, read=wanted.reply),
-                retries=False,
-                redirect=False,
-                preload_content=False,
-            )
+            with meanwhile(hedge):
+                response = pool.request(
+                    wanted.method,
+                    url + wanted.path,
+                    body=wanted.body,
+                    headers=headers,
+                    timeout=urllib3.Timeout(connect=self._limits.connect, read=wanted.reply),
+                    retries=False,
+                    redirect=False,
+                    preload_content=False,
+                )
         except HTTPError:
             pool.clear()  # idle connections may lead to the same silent machine
             raise
@@ -343,6 +390,7 @@ class _Call:
     expect: frozenset[int]
     limit: int
     reply: float
+    hedged: bool
 
 
 def _context(ca_file: str, ca: str) -> ssl.SSLContext:

@@ -74,7 +74,7 @@ class HttpStore(Watching):
         return grace
 
     def renew(self, agent: str) -> bool:
-        return self._calls.call("POST", _presence(agent), expect=(204, 410)).status == 204
+        return self._calls.call("POST", _presence(agent), expect=(204, 410), hedged=True).status == 204
 
     def withdraw(self, agent: str) -> None:
         self._calls.call("DELETE", _presence(agent), expect=(204,))

@@ -39,7 +39,13 @@ class PooledClient:
     def close(self) -> None:
         """End calls in progress too, each of which sees the end of its connection; no later call succeeds."""
         with self._lock:
-            self._closed, pool, self._pool, mine = True, self._pool, None, list(self._open)
+            self._closed, pool, self._pool = True, self._pool, None
+        self._end_connections(pool)
+
+    def _end_connections(self, pool: PoolManager | None) -> None:
+        """End the connections of this moment, also those on which other threads wait, and those that are idle."""
+        with self._lock:
+            mine = list(self._open)
         for connection in mine:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,40 @@
+"""What a call does while its answer does not come."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from everstep.membership.backends.hedging import FREE_LOOKS, LOOK_AGAIN, UNANSWERED, wait_for_answer
+
+LOOKS_OF_3_SECONDS = 1 + FREE_LOOKS + 2  # the first, those repeated at once, and after 0.6 and 1.2 s
+
+
+def test_answer_that_comes_within_a_second_causes_no_look() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        threading.Timer(UNANSWERED / 4, far.send, (b"HTTP/1.1 204",)).start()
+        wait_for_answer(near, 5.0, lambda: pytest.fail("it looked for another leader"))
+        assert near.recv(4) == b"HTTP", "nothing of the answer is taken away"
+
+
+def test_call_ends_as_soon_as_another_replica_leads() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        looks = iter([False, True])
+        began = time.monotonic()
+        with pytest.raises(ConnectionAbortedError, match="another replica"):
+            wait_for_answer(near, 30.0, lambda: next(looks))
+        assert time.monotonic() - began >= UNANSWERED + LOOK_AGAIN
+
+
+def test_looks_that_nobody_answers_are_few_and_end_with_the_call() -> None:
+    """As with one replica, which is slow: each look would cost it a connection."""
+    near, far = socket.socketpair()
+    looks: list[float] = []
+    with near, far, pytest.raises(TimeoutError, match="no answer in 3 s"):
+        wait_for_answer(near, 3.0, lambda: looks.append(time.monotonic()))
+    assert FREE_LOOKS < len(looks) <= LOOKS_OF_3_SECONDS
