@@ -2,11 +2,11 @@
 
     python benchmarks/silent_node.py [--quick] [--json PATH] [--trials N] [--fault silent|frozen]
 
-Machines are network namespaces of this kernel. One is lost and nobody is told: `silent`, nothing comes from it any more;
-`frozen`, its kernel accepts and acknowledges, and none of its processes runs. Two agents
-are left, and one replica of the operator, behind an address that picks either replica for each connection, as a Service
-does. `heard`: until both know that their round is over; `formed`: until both are in the next, and can train. Needs
-root, `ip` and `iptables`. Leases and patience are those of a new installation.
+Machines are network namespaces of this kernel. One is lost and nobody is told. `silent`: nothing comes from it any
+more. `frozen`: its kernel accepts and acknowledges, and none of its processes runs. Two agents are left, and one
+replica of the operator, behind an address that picks either replica for each connection, as a Service does. `heard`:
+until both know that their round is over; `formed`: until both are in the next, and can train. Needs root, `ip` and
+`iptables`. Leases and patience are those of a new installation.
 """
 
 from __future__ import annotations

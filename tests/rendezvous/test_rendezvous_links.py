@@ -28,11 +28,14 @@ from everstep.membership.peers.peer_monitor import (
     pause,
     probation,
 )
-from everstep.membership.peers.probe import HELLO
+from everstep.membership.peers.probe import ANSWER_BYTE, HELLO
+from everstep.membership.peers.standstill import Standstill
 from everstep.membership.world_state import Round
 from support.network.netspaces import Machines
 from support.network.slow_network import SlowNetwork
 from support.rendezvous.agents import LIMIT, until
+
+LEASE = 3.0
 
 
 class Heard:
@@ -85,7 +88,7 @@ class Crew:
         )
         for rank, name in enumerate(names):
             with self._machines.inside(name):
-                self.monitors[name].follow(Round(1, rank, members), self.heard[name])
+                self.monitors[name].follow(Round(1, rank, members), self.heard[name], LEASE)
 
     def meet(self, limit: float = LIMIT) -> None:
         """Wait until all neighbours have met."""
@@ -256,7 +259,7 @@ def test_connection_that_a_dying_listener_still_took_is_looked_at_again_at_once(
     """The kernel of a process that dies closes its connections, and its listener a moment later."""
     heard, pauses = Heard(), Pauses()
     listener = socket.create_server(("127.0.0.1", 0))
-    follower = _Follower(peer(listener), heard, stopped=pauses)
+    follower = _Follower(peer(listener), heard, LEASE, stopped=pauses)
     held, _ = listener.accept()
     held.sendall(f"{HELLO}b\n".encode())
     until(lambda: follower._connected)
@@ -270,10 +273,127 @@ def test_connection_that_a_dying_listener_still_took_is_looked_at_again_at_once(
 def test_peer_that_ends_each_connection_is_asked_ever_less_often() -> None:
     heard, pauses = Heard(), Pauses()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        follower = _Follower(peer(listener), heard, stopped=pauses)
+        follower = _Follower(peer(listener), heard, LEASE, stopped=pauses)
         for _ in range(10):
             listener.accept()[0].close()
         follower.stop()
     assert pauses.asked[:10] == [pause(times) for times in range(1, len(pauses.asked[:10]) + 1)]
     assert (pause(1), pause(7), pause(10_000)) == (SOON, PAUSE, PAUSE)
     assert heard.said == []
+
+
+# --- a process that stands still
+
+
+class FakePeer:
+    """Greets, and answers beats. While it is frozen only its kernel accepts and acknowledges."""
+
+    def __init__(self, *, answers: bool = True) -> None:
+        self._answers, self._frozen, self._over = answers, threading.Event(), threading.Event()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.beats = 0
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        guests: list[socket.socket] = []
+        while not self._over.wait(0.01):
+            if self._frozen.is_set():
+                continue
+            for one in select.select([self.listener, *guests], [], [], 0.05)[0]:
+                try:
+                    if one is self.listener:
+                        guests.append(self.listener.accept()[0])
+                        guests[-1].sendall(f"{HELLO}b\n".encode())
+                    elif not one.recv(256):
+                        raise ConnectionResetError
+                    elif self._answers:
+                        self.beats += 1
+                        one.send(ANSWER_BYTE)
+                except OSError:  # a guest that gave up
+                    (guests.pop() if one is self.listener else guests.pop(guests.index(one))).close()
+        for one in (self.listener, *guests):
+            one.close()
+
+    def freeze(self) -> float:
+        self._frozen.set()
+        return time.monotonic()
+
+    def thaw(self) -> None:
+        self._frozen.clear()
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+@contextmanager
+def followed(peer_process: FakePeer) -> Iterator[Heard]:
+    heard = Heard()
+    follower = _Follower(peer(peer_process.listener), heard, LEASE)
+    until(lambda: follower._connected)
+    try:
+        yield heard
+    finally:
+        follower.stop()
+        peer_process.end()
+
+
+def test_process_that_answers_nothing_for_a_lease_though_its_kernel_does_is_lost() -> None:
+    frozen = FakePeer()
+    with followed(frozen) as heard, without_a_processor() as late:
+        until(lambda: frozen.beats >= 3)
+        at = frozen.freeze()
+        took = heard.when("lost", "b") - at
+        print(f"lost after {took:.2f} s")
+        assert LEASE - 0.5 < took < LEASE + 1.0 + late()
+    assert [what for what, _, _ in heard.said] == ["lost"]
+
+
+@pytest.mark.long
+def test_process_that_stands_still_for_less_than_a_lease_again_and_again_is_not_lost() -> None:
+    slow = FakePeer()
+    with followed(slow) as heard:
+        for _ in range(4):
+            beats = slow.beats
+            until(lambda seen=beats: slow.beats > seen)
+            slow.freeze()
+            time.sleep(LEASE - 1.0)
+            slow.thaw()
+    assert heard.said == []
+
+
+@pytest.mark.long
+def test_peer_of_a_release_that_answers_no_beat_is_not_judged_by_its_silence() -> None:
+    with followed(FakePeer(answers=False)) as heard:
+        time.sleep(LEASE + 2.0)
+    assert heard.said == []
+
+
+def test_late_answers_of_a_process_that_greets_show_that_it_runs() -> None:
+    """A network that holds one connection back: TCP waits ever longer before it sends again what was lost."""
+    runs = FakePeer()
+    member = peer(runs.listener)
+    try:
+        judged = Standstill(member, LEASE, 0.0)
+        judged.clear()
+        now = 0.0
+        for _ in range(200):
+            now += 0.1
+            assert not judged.look(now, 0.0)
+            time.sleep(0.005)
+        judged.close()
+    finally:
+        runs.end()
+
+
+def test_time_in_which_the_follower_did_not_run_counts_for_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        judged = Standstill(peer(frozen), LEASE, 0.0)
+        judged.clear()
+        assert not judged.look(100.0, 0.0)
+        now = 100.0
+        while not judged.look(now, 0.0):
+            now += 0.25
+        assert now - 100.0 > LEASE - 1.0
+        judged.close()

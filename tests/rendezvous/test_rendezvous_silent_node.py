@@ -12,6 +12,7 @@ from everstep.contract.document import MAX_BYTES
 from everstep.contract.rounds import DOCUMENT_PATH, EXPIRATIONS_HEADER
 from everstep.membership.backends.operator_calls import Limits, OperatorCalls, open_connection
 from everstep.membership.errors import StoreUnavailable
+from everstep.membership.world_state import Growing, Whole
 from support.network.netspaces import Machines
 from support.network.silent_machines import LOST, LostNode
 from support.rendezvous.agents import LIMIT, until
@@ -32,8 +33,7 @@ def test_two_workers_go_on_when_the_leader_and_the_third_fall_silent_together(tm
         took = node.go_on(node.cut())
         print(f"told after {took['heard']:.1f} s, in the next round after {took['formed']:.1f} s")
         assert node.operators.leads(node.spare)
-        document = node.drivers[0].document()
-        assert document is not None
+        document = node.document()
         reports = {(r.low, r.high) for r in document.reports if r.active}
         assert reports
         assert reports <= {("agent-0", "agent-2"), ("agent-1", "agent-2")}
@@ -41,6 +41,27 @@ def test_two_workers_go_on_when_the_leader_and_the_third_fall_silent_together(tm
         (setback,) = document.history
         assert setback.why in ("agent-0 does not reach agent-2", "agent-1 does not reach agent-2")
         assert not setback.charged
+
+
+@pytest.mark.long
+def test_two_workers_go_on_when_the_leader_and_the_third_are_frozen_together(tmp_path: Path) -> None:
+    """Both survivors are in the next round: neither is given up because its call hung at the frozen leader, which takes
+    half of the connections to the Service. What thaws finds that it is out."""
+    with LostNode(tmp_path) as node:
+        took = node.go_on(node.freeze())
+        print(f"told after {took['heard']:.1f} s, in the next round after {took['formed']:.1f} s")
+        assert node.operators.leads(node.spare)
+        document = node.document()
+        assert document.round == 2
+        assert [member.agent for member in document.members] == ["agent-0", "agent-1"]
+        assert [(setback.agent, setback.charged) for setback in document.history] == [("agent-2", False)]
+        node.thaw()
+        until(lambda: node.leader.operator.elector.other_holder_address() == node.spare.url.removeprefix("http://"))
+        assert not node.operators.leads(node.leader)
+        assert node.operators.leads(node.spare)
+        until(lambda: [member.agent for member in node.document().joining] == ["agent-2"])
+        assert node.document().round == 2, "it waits, and ends no round"
+        assert all(isinstance(driver.world_state(), Whole | Growing) for driver in node.drivers)
 
 
 def test_call_to_a_machine_that_falls_silent_ends_long_before_its_answer_is_due(tmp_path: Path) -> None:

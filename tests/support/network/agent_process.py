@@ -2,8 +2,8 @@
 
     agent_process.py INDEX ADDRESS URL TOKEN_FILE TTL
 
-Joins one round of two or three agents, prints a line once it is in it and follows its peers, and stays until its standard
-input ends.
+Joins one round of two or three agents, prints a line once it is in it and follows its peers, and stays until its
+standard input ends.
 """
 
 from __future__ import annotations

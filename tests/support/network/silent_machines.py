@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from everstep.contract.document import Document
 from everstep.membership.driver import Driver
 from everstep.membership.joining import JoinSettings
 from everstep.membership.world_state import Broken, Round
@@ -92,6 +93,11 @@ class LostNode:
         self.leader.apart.freeze()
         return at
 
+    def thaw(self) -> None:
+        assert self.leader.apart is not None
+        self.leader.apart.thaw()
+        self._third.send_signal(signal.SIGCONT)
+
     def cut(self) -> float:
         """Nothing comes from that machine any more, nor to it: neither the agents nor its API server. When."""
         at = time.monotonic()
@@ -100,6 +106,13 @@ class LostNode:
             self.machines.drop(name, LOST)
         self.leader.faults.cut()
         return at
+
+    def document(self) -> Document:
+        """As a survivor reads it, from its machine."""
+        with self.machines.inside(KEPT[1]):
+            document = self.drivers[0].document()
+        assert document is not None
+        return document
 
     def go_on(self, at: float) -> dict[str, float]:
         """Seconds until the others have heard that their round is over, and until both are in the next."""

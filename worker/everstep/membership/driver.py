@@ -108,7 +108,7 @@ class Driver:
             self._world_state = self._read_world_state(view)
             self._changed.notify_all()
         if self._peers is not None:
-            self._peers.follow(formed, self)
+            self._peers.follow(formed, self, self._settings.ttl)
         log.info("round %d: rank %d of %d agents", formed.number, formed.rank, formed.world_size)
         return formed
 

@@ -7,9 +7,13 @@ both directions, sent data is not acknowledged. Then new attempts to connect dec
 - If one is refused, or answered by another agent, the process is gone.
 - If no packet comes back, these two do not reach each other. That is known within `DETECTED` seconds.
 
+The peer's process answers each byte too. If it does not for a whole lease, though its kernel accepts connections, it
+stands still (`standstill`), and is reported like one that is gone: the store might not say so, because the machine that
+is frozen may have held it.
+
 In a larger world, pairs that are further apart are probed in turn, one at a time, so that an agent's traffic does not
-grow with the world. A member that was never reached is not called gone, because a firewall refuses connections too. A
-stopped process keeps its connections; only its lease shows it. This module knows neither store nor document.
+grow with the world. A member that was never reached is not called gone, because a firewall refuses connections too.
+This module knows neither store nor document.
 
 Invariants: an agent that reported an unreached peer probes it until it answers, whatever round it is in. It withdraws
 the report once the connection has held for `probation` seconds. An agent that found a peer gone reports that until all
@@ -29,8 +33,12 @@ from typing import Protocol, assert_never
 
 from everstep.contract.document import Member
 from everstep.membership.peers.probe import (
+    ANSWER_BYTE,
     ATTEMPTS,
+    BEAT,
+    BEAT_BYTE,
     HELLO,
+    LOOK_CLOSER,
     MOST_REST,
     Gone,
     Pulse,
@@ -40,6 +48,7 @@ from everstep.membership.peers.probe import (
     probe,
     rest,
 )
+from everstep.membership.peers.standstill import Standstill
 from everstep.membership.world_state import Round
 
 # --- far probe
@@ -78,8 +87,8 @@ class FarProbe:
 
 # --- listener
 # The listening end of the connections between agents. It sends this agent's name to each guest (a peer that connects),
-# and keeps the connection until the guest ends it. A guest's bytes are dropped: its kernel shows it that they arrived,
-# and it needs no other answer.
+# answers its beats, and keeps the connection until the guest ends it. The guest's kernel shows that the bytes arrived;
+# the answer shows that this process runs.
 
 MOST_GUESTS = 64  # connections taken; more are dropped
 CLOSE_SECONDS = 5.0
@@ -140,7 +149,11 @@ class Listener:
             self._selector.register(guest, selectors.EVENT_READ)
 
     def _receive(self, guest: socket.socket) -> None:
-        if _ended(guest):
+        data = _received(guest)
+        if BEAT_BYTE in data:
+            with contextlib.suppress(OSError):  # a guest that reads nothing needs no more answers
+                guest.send(ANSWER_BYTE)
+        elif not data:
             self._guests.remove(guest)
             self._selector.unregister(guest)
             guest.close()
@@ -168,14 +181,14 @@ class _Waker:
         self._far.close()
 
 
-def _ended(sock: socket.socket) -> bool:
-    """Whether the guest has ended the connection. Bytes that it sent are read and dropped."""
+def _received(sock: socket.socket) -> bytes:
+    """What the guest has sent; nothing if it has ended the connection."""
     try:
-        return not sock.recv(256)
+        return sock.recv(256)
     except BlockingIOError:
-        return False
+        return b" "
     except OSError:
-        return True
+        return b""
 
 
 # --- peer monitor
@@ -184,8 +197,6 @@ log = logging.getLogger(__name__)
 
 NEIGHBOURS = 2
 SMALL = 16
-BEAT = 0.5  # seconds between two bytes over a connection
-LOOK_CLOSER = 0.05  # seconds between checks of a byte that is not acknowledged yet
 DETECTED = 5.0  # seconds at most: two beats, QUIET, ATTEMPTS and their rest
 REFUSALS = 3  # by a port that was never open to this agent; then the peer is reported as unreached
 SOON = 0.005  # seconds after the first inconclusive attempt in a row
@@ -244,8 +255,9 @@ class PeerMonitor:
         self._followed: dict[Key, _Follower] = {}
         self._far_probe: FarProbe | None = None
 
-    def follow(self, formed: Round, observer: PeerObserver) -> None:
-        """Connect to the neighbours in this round, and drop all other connections but those to unreached peers."""
+    def follow(self, formed: Round, observer: PeerObserver, lease: float) -> None:
+        """Connect to the neighbours in this round, and drop all other connections but those to unreached peers.
+        `lease`: seconds without an answer after which a peer's process counts as gone."""
         near, far = _around(formed)
         with self._lock:
             if self._far_probe is not None:
@@ -255,8 +267,8 @@ class PeerMonitor:
                 if follower.over or not (follower.stays or follower.unreached):
                     self._followed.pop(key).stop()
             for key in set(near) - set(self._followed):
-                self._followed[key] = _Follower(near[key], observer)
-            self._far_probe = FarProbe(far, lambda member: self._suspect(member, observer)) if far else None
+                self._followed[key] = _Follower(near[key], observer, lease)
+            self._far_probe = FarProbe(far, lambda member: self._suspect(member, observer, lease)) if far else None
 
     def close(self) -> None:
         """End all connections and threads."""
@@ -268,12 +280,12 @@ class PeerMonitor:
                 follower.stop()
             self._followed.clear()
 
-    def _suspect(self, member: Member, observer: PeerObserver) -> None:
+    def _suspect(self, member: Member, observer: PeerObserver, lease: float) -> None:
         """Follow a far member that does not answer, with a thread of its own."""
         with self._lock:
             self._followed = {key: follower for key, follower in self._followed.items() if not follower.over}
             if key_of(member) not in self._followed and len(self._followed) < MOST_FOLLOWED:
-                self._followed[key_of(member)] = _Follower(member, observer, stays=False)
+                self._followed[key_of(member)] = _Follower(member, observer, lease, stays=False)
 
 
 def _around(formed: Round) -> tuple[dict[Key, Member], list[Member]]:
@@ -291,9 +303,15 @@ class _Follower:
     false, also when it is reached."""
 
     def __init__(
-        self, member: Member, observer: PeerObserver, *, stays: bool = True, stopped: threading.Event | None = None
+        self,
+        member: Member,
+        observer: PeerObserver,
+        lease: float,
+        *,
+        stays: bool = True,
+        stopped: threading.Event | None = None,
     ) -> None:
-        self._member, self._observer = member, observer
+        self._member, self._observer, self._lease = member, observer, lease
         self.stays, self.unreached, self.over = stays, False, False
         self._connected, self._refusals = False, 0
         self._unclear = 0  # inconclusive attempts in a row
@@ -328,7 +346,8 @@ class _Follower:
         match result:
             case Reached(connection):
                 self._connected, self._refusals, began = True, 0, time.monotonic()
-                self._hold(connection)
+                if self._hold(connection):
+                    return self._report_lost(f"its kernel answers, and its process has not for {self._lease:g} s")
                 if time.monotonic() - began >= PAUSE:
                     self._unclear = 0
                 else:
@@ -338,9 +357,7 @@ class _Follower:
                 if self._stopped.is_set():
                     return False
                 if self._connected:
-                    while not self._observer.lost(self._member.agent, why) and not self._stopped.wait(TELL_AGAIN):
-                        pass
-                    return False
+                    return self._report_lost(why)
                 self._refusals += 1
                 if self._refusals >= REFUSALS:
                     self._not_reached(why)
@@ -371,28 +388,44 @@ class _Follower:
             if self._times or time.monotonic() >= until or self._stopped.wait(TELL_AGAIN):
                 break
 
-    def _hold(self, sock: socket.socket) -> None:
-        """Beat over the connection until it ends, nothing comes through it, or this follower is stopped."""
+    def _report_lost(self, why: str) -> bool:
+        """Report it until all know. False: there is nothing left to follow."""
+        while not self._observer.lost(self._member.agent, why) and not self._stopped.wait(TELL_AGAIN):
+            pass
+        return False
+
+    def _hold(self, sock: socket.socket) -> bool:
+        """Beat over the connection until it ends, nothing comes through it, or this follower is stopped. Whether it
+        ended because the peer's process stands still."""
         with self._lock:
             self._sock = sock
         # `stop` shuts `_sock` down. If it came before `_sock` was set, the condition below ends the loop.
         began = time.monotonic()
-        with sock, contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(BEAT)
-            pulse = Pulse(sock, began)
-            while not self._stopped.is_set() and pulse.beat(time.monotonic()):
-                if not self._well(time.monotonic() - began):
-                    break
-                self._rest = rest(pulse.round_trip)
-                sock.settimeout(LOOK_CLOSER if pulse.waits else BEAT)
-                try:
+        standstill = Standstill(self._member, self._lease, began)
+        try:
+            with sock, contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return self._beat(sock, began, standstill)
+        finally:
+            standstill.close()
+            with self._lock:
+                self._sock = None
+        return False
+
+    def _beat(self, sock: socket.socket, began: float, standstill: Standstill) -> bool:
+        pulse, now = Pulse(sock, began), began
+        while not self._stopped.is_set() and pulse.beat(now) and self._well(now - began):
+            self._rest = rest(pulse.round_trip)
+            due = now + (LOOK_CLOSER if pulse.waits else BEAT)
+            while (now := time.monotonic()) < due:  # an answer is no reason to beat sooner
+                sock.settimeout(max(1e-3, due - now))
+                with contextlib.suppress(TimeoutError):
                     if not sock.recv(256):
-                        break
-                except TimeoutError:
-                    pass
-        with self._lock:
-            self._sock = None
+                        return False
+                    standstill.clear()
+            if standstill.look(now, pulse.round_trip):
+                return True
+        return False
 
     def _well(self, seconds: float) -> bool:
         """Whether the connection, which has held for `seconds`, is still needed. Ends the report after probation."""

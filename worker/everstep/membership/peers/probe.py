@@ -24,6 +24,9 @@ from everstep.contract.document import Member
 from everstep.contract.fields import MAX_AGENT
 
 HELLO = "everstep-link "
+BEAT_BYTE, ANSWER_BYTE = b"?", b"!"  # earlier releases send other beats, and answer none
+BEAT = 0.25  # seconds between two bytes over a connection
+LOOK_CLOSER = 0.05  # seconds between checks of a byte that is not acknowledged yet
 ATTEMPTS = 24
 SPACING = 0.05  # seconds between attempts
 REST = 0.5  # seconds to wait for the last attempt, at least
@@ -150,10 +153,11 @@ def _greeted(sock: socket.socket, member: Member, where: str) -> ProbeResult:
 
 
 class Pulse:
-    """Watches whether sent bytes are acknowledged. The caller calls `beat` now and then."""
+    """Sends a byte every `BEAT` seconds, and watches whether it is acknowledged. The caller calls `beat` as often, and
+    more often while a byte is not acknowledged."""
 
     def __init__(self, connection: socket.socket, now: float) -> None:
-        self._connection, self._acknowledged = connection, now
+        self._connection, self._acknowledged, self._next_at = connection, now, now
 
     @property
     def round_trip(self) -> float:
@@ -166,12 +170,16 @@ class Pulse:
         return self._info()[0] > 0
 
     def beat(self, now: float) -> bool:
-        """Send a byte if the last one was acknowledged. False if its acknowledgement is overdue. Raises OSError."""
+        """Send a byte if it is time, and the last one was acknowledged. False if its acknowledgement is overdue. Raises
+        OSError."""
         unacknowledged, round_trip = self._info()
         if not unacknowledged:
             self._acknowledged = now
+            if now < self._next_at:
+                return True
+            self._next_at = now + BEAT - LOOK_CLOSER / 2
             with contextlib.suppress(BlockingIOError):
-                self._connection.send(b".", socket.MSG_DONTWAIT)
+                self._connection.send(BEAT_BYTE, socket.MSG_DONTWAIT)
             return True
         return now - self._acknowledged < min(MOST_QUIET, QUIET + round_trip / 2)
 
