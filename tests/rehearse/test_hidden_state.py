@@ -239,7 +239,7 @@ def test_each_kind_of_hidden_state_is_named_before_it_counts(tmp_path: Path) -> 
     assert names >= (named := {
         "penalty.calls", "baseline._Baseline__mean", "opt.taken", "weights['trained'].count", "__backwards",
         "GAIN.get()", "line.queue", "model.module.0.weight.calls", "model.module.0.seen", "os.environ['STAGE']",
-        "model.module.1.p", "helper._calls", "norms", "data._dataset.made",
+        "model.module.1.p", "helper._calls", "norms", "run.loader(…)._dataset.made",
     })  # fmt: skip
     # What has no names inside, and what a lost step has consumed.
     inside = {"seen", "recent", "args", "ticks", "rates", "dice", "clip"}

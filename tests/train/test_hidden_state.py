@@ -296,12 +296,12 @@ def function_of_a_schedule() -> Row:
 
 def of_a_loader() -> Row:
     loader = ElasticLoader(Noisy(), global_batch=2, rank=0, world_size=1)
-    return {}, {"data": loader}, lambda: next(iter(loader)), "data._dataset.made"
+    return {}, {"data": loader}, lambda: next(iter(loader)), "run.loader(…)._dataset.made"
 
 
 def collation_of_a_loader() -> Row:
     loader = ElasticLoader(Noisy(), global_batch=2, rank=0, world_size=1, collate_fn=Masking())
-    return {}, {"data": loader}, lambda: next(iter(loader)), "data._options['collate_fn'].made"
+    return {}, {"data": loader}, lambda: next(iter(loader)), "run.loader(…)._options['collate_fn'].made"
 
 
 def setting_of_a_module(tracked: bool) -> Row:
@@ -649,6 +649,15 @@ def test_hidden_state_that_changes_shows_under_a_name(kind: str) -> None:
     after = read(own, state)
     assert before == again, "to read a value does not change it"
     assert name in {key for key in before if key in after and before[key] != after[key]}, (before, after)
+
+
+def test_dataset_has_the_name_of_its_variable_whatever_the_key_of_its_loader_is_bound_to() -> None:
+    """A step that binds `data` anew says nothing of the loader, which a run tracks under this key."""
+    dataset = Noisy()
+    loader = ElasticLoader(dataset, global_batch=2, rank=0, world_size=1)
+    values = read({"dataset": dataset, "data": torch.zeros(2)}, {"data": loader})
+    assert "dataset.made" in values
+    assert not [name for name in values if name.startswith(("data.", "run.loader"))]
 
 
 BY_NAME = """

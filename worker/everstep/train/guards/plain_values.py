@@ -114,8 +114,12 @@ class Roots:
             for path, value in _own_parts(target):
                 if id(value) not in known:
                     self.closed.append(value)
-                    name = names.get(id(value)) or ".".join(filter(None, (names.get(id(target), key), path)))
-                    self.kept |= {part.name: part.value for part in _set_by_script(name, value, sets)}
+                    # The script has not chosen the key of a run's loader: one of its variables may be called so.
+                    outer = names.get(id(target)) or (_LOADER if _is_loader(target) else key)
+                    name = names.get(id(value)) or ".".join(filter(None, (outer, path)))
+                    parts = {part.name: part.value for part in _set_by_script(name, value, sets)}
+                    # A dataset is looked at under the name of its variable, if it has one.
+                    self.kept |= {k: v for k, v in parts.items() if not (_is_loader(target) and id(v) in names)}
 
     def _read(self, frame: types.FrameType | None) -> None:
         """The nearest variable has its bare name. Another one of this name has its function's or module's before it."""
@@ -151,6 +155,7 @@ class Roots:
         return any(way in self._tracked for way in ways) and not any(way in self.kept for way in ways)
 
 
+_LOADER = "run.loader(…)"
 _GIVEN = torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.Tensor
 
 
@@ -158,8 +163,13 @@ def _own_parts(target: object) -> Iterator[tuple[str, object]]:
     """A tracked object that may have attributes of the script's, which nothing saves; of a module all in it."""
     if isinstance(target, torch.nn.Module):
         yield from torch.nn.Module.named_modules(target)
-    elif isinstance(target, _GIVEN) or is_own(type(target)) or type(target).__module__.startswith("everstep.data"):
+    elif isinstance(target, _GIVEN) or is_own(type(target)) or _is_loader(target):
         yield "", target
+
+
+def _is_loader(target: object) -> bool:
+    """Whether it is one of ours, which a run tracks for its position."""
+    return type(target).__module__.startswith("everstep.data")
 
 
 def _set_by_script(name: str, value: object, sets: Callable[[], frozenset[str]]) -> Iterator[NamedValue]:
