@@ -90,6 +90,7 @@ WHOLLY_LONG = {
     "e2e/test_network_policy.py": "minutes on a cluster, and the build of kube-router",
     "e2e/test_readiness.py": "half a minute on a cluster; rendezvous/test_rendezvous_start_probe.py has the probe",
     "e2e/test_recipes.py": "minutes on a cluster",
+    "e2e/test_rerun.py": "minutes on a cluster; apiserver/operator/test_operator_rerun.py has the operator",
     "e2e/test_restarts.py": "minutes on a cluster; test_gate.py has the suspension and the loss of a node",
     "e2e/test_rights.py": "minutes on a cluster; apiserver/ has the page's readers and what the operator may not",
     "e2e/test_scenarios.py": "minutes on a cluster; test_gate.py has the hardest of them",
