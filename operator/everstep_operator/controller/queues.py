@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from everstep_operator.controller.caches import BY_OWNER, QueueCaches
 from everstep_operator.kube.resources import PRIORITY_CLASSES, WORKLOAD_PRIORITY_CLASSES, Resource
 from everstep_operator.kube.wire import PriorityClass, Unstructured
-from everstep_operator.plan.render.workloads import MADE_FROM, POD_SET
+from everstep_operator.plan.render.workloads import MADE_FROM, POD_SET, REPLACES
 from everstep_operator.plan.snapshot import JobView, PodChanges, QueueView, WorkloadView
 from everstep_operator.plan.state import admission, charged
 from everstep_operator.runtime.informer import Informer
@@ -66,6 +67,7 @@ def workload_view(obj: Unstructured) -> WorkloadView:
     number = obj.metadata.name.rpartition("-")[2]
     minimum = pod_set.get("minCount")
     ready = by_type.get("PodsReady")
+    replaces = obj.metadata.annotations.get(REPLACES, "").rpartition("/")[2]
     return WorkloadView(
         name=obj.metadata.name,
         uid=obj.metadata.uid,
@@ -82,6 +84,9 @@ def workload_view(obj: Unstructured) -> WorkloadView:
         evicted=str(evicted.get("reason")) if evicted else None,
         evicted_message=str(evicted.get("message", "")),
         finished=str(by_type["Finished"].get("reason")) if _holds(by_type, "Finished") else None,
+        finished_at=_time(by_type.get("Finished", {}).get("lastTransitionTime")),
+        created_at=obj.metadata.creation_timestamp,
+        replaces=replaces or None,
         active=spec.get("active") is not False,
         deleting=obj.metadata.deletion_timestamp is not None,
         waits=str(waits.get("message", "")),
@@ -173,6 +178,13 @@ def _holds(conditions: Mapping[str, Mapping[str, Any]], kind: str) -> bool:
 
 def _maps(values: Any) -> Iterator[Mapping[str, Any]]:
     return (value for value in values if isinstance(value, Mapping)) if isinstance(values, list) else iter(())
+
+
+def _time(text: Any) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
 
 
 def _count(value: Any) -> int:

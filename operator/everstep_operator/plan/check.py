@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from everstep_operator.api.status import Status
 from everstep_operator.plan.actions import (
+    Action,
     CreatePod,
     CreateWorkload,
     DeletePod,
@@ -20,6 +21,7 @@ from everstep_operator.plan.actions import (
 )
 from everstep_operator.plan.decide.completion import is_finished
 from everstep_operator.plan.outcome import Plan
+from everstep_operator.plan.render.workloads import REPLACES
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import broken_rule
 from everstep_operator.plan.state import admission, roster
@@ -75,14 +77,21 @@ def _check_quota(snapshot: Snapshot, plan: Plan, created: list[CreatePod]) -> No
             raise PlanError(f"workers {made} have quota for {workload.charged} pods")
     alive = [pod.name for pod in snapshot.pods if not pod.over]
     for action in plan.actions:
-        gives_all = isinstance(action, ReturnQuota | FinishWorkload)
+        gives_all = isinstance(action, ReturnQuota | FinishWorkload) and (
+            workload is None or action.name == workload.name
+        )
         of_reserved = isinstance(action, DeleteWorkload) and workload is not None and action.uid == workload.uid
-        if alive and (gives_all or of_reserved or isinstance(action, CreateWorkload)):
+        if alive and (gives_all or of_reserved or _is_first(action)):
             raise PlanError(f"{action}, while pod {alive[0]} is alive")
         if isinstance(action, ReclaimPods) and workload is not None:
             kept = workload.count - action.status["reclaimablePods"][0]["count"]
             if not len(alive) <= kept < workload.charged:
                 raise PlanError(f"{action}, with quota for {workload.charged} pods and {len(alive)} alive")
+
+
+def _is_first(action: Action) -> bool:
+    """Whether this asks for quota that is to replace none."""
+    return isinstance(action, CreateWorkload) and REPLACES not in action.body["metadata"]["annotations"]
 
 
 def _result(status: Status) -> Status:

@@ -270,6 +270,9 @@ class WorkloadView:
     evicted: str | None = None
     evicted_message: str = ""
     finished: str | None = None
+    finished_at: datetime | None = None
+    created_at: datetime | None = None
+    replaces: str | None = None  # name of the smaller one that this one is to replace
     active: bool = True
     deleting: bool = False
     waits: str = ""  # why no quota is reserved, in Kueue's words

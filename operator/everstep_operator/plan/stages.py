@@ -61,7 +61,7 @@ class StageName(StrEnum):
 
 ORDER = tuple(StageName)
 ALLOWED: Mapping[StageName, tuple[type[Action], ...]] = {
-    StageName.ADMISSION: (CreateWorkload, PatchWorkload, SetPodsReady),
+    StageName.ADMISSION: (CreateWorkload, PatchWorkload, DeleteWorkload, SetPodsReady),
     StageName.CLEAR: (DeletePod,),
     StageName.NETWORK: (CreateService,),
     StageName.GUARD: (CreateDisruptionBudget, DeleteDisruptionBudget, CreateNetworkPolicy, DeleteNetworkPolicy),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from everstep_operator.controller import caches
-from everstep_operator.kube.resources import PODS, QUEUES, WORKLOADS, Resource
+from everstep_operator.kube.resources import EVENTS, PODS, QUEUES, WORKLOADS, Resource
 from everstep_operator.kube.wire import Unstructured
 from support.apiserver.operators import TEMPLATE, Operators, Place
 from support.apiserver.queues import Queue, make_queue
@@ -210,7 +211,7 @@ async def test_elastic_job_is_admitted_with_a_part_and_shrinks_by_what_is_asked(
 ) -> None:
     async with training(crd, kueue, place, cpus=3, replicas=4, elastic=ELASTIC) as queue:
         await runs(place, "digits-w0-0", "digits-w1-0", "digits-w2-0")
-        assert "3/3 ready of 4, quota for 3 pods" in (await ready(place))[1]
+        await eventually("it says so", lambda: said(place, "3/3 ready of 4, quota for 3 pods"))
         queue.apply(queue.workload("other", 1))
         await counts(place, 3)
         await place.edit_job(replicas=2)
@@ -270,3 +271,33 @@ async def test_cluster_without_kueue_runs_other_jobs_and_says_why_one_of_a_queue
         reason, message = await ready(place)
         assert reason == "Queued"
         assert message.startswith("Workloads of Kueue cannot be read: ")
+
+
+async def test_elastic_job_grows_into_idle_quota_in_one_resize_and_gives_back_what_is_asked(
+    crd: ControlPlane, kueue: Kueue, place: Place
+) -> None:
+    queue = make_queue(crd, kueue, place.namespace, 6)
+    queue.apply(queue.workload("other", 4))
+    await admitted(place, "other")
+    async with Operators(place).run(kueue=True):
+        await place.create_job(labels=LABEL, replicas=6, rendezvous=ETCD, template=template(), elastic=ELASTIC)
+        await runs(place, "digits-w0-0", "digits-w1-0")
+        await eventually("Kueue says why it does not grow", lambda: said(place, "insufficient unused quota"))
+        begun = time.monotonic()
+        queue.set_conditions("other", ("Finished", "True", "Succeeded"))
+        await runs(place, *(f"digits-w{index}-0" for index in range(6)))
+        assert time.monotonic() - begun < 10.0
+        await counts(place, 6)
+        resized = [
+            e.note for e in (await place.client.list(EVENTS, place.namespace)).items if e.reason == "WorldResized"
+        ]
+        assert resized == ["resizing from 2 to 6 workers"], "each step of its growth would cost a round"
+        assert "JobEvicted" not in await place.events()
+
+        await place.edit_job(replicas=3)
+        await are_asked_to_end(place, *(f"digits-w{index}-0" for index in (3, 4, 5)))
+        await have_ended(place, *(f"digits-w{index}-0" for index in (3, 4, 5)))
+        await counts(place, 3)
+        assert await holds(place, await workload(place), "Admitted")
+        (left,) = [w for w in (await place.client.list(WORKLOADS, place.namespace)).items if w.metadata.name != "other"]
+        assert left.metadata.name == await workload(place), "those that were replaced are deleted"

@@ -111,7 +111,7 @@ class World:
         self.pods_linger = False
         self.generation = 1
         self.migrate: frozenset[str] = frozenset()
-        self.kueue = Kueue()
+        self.kueue = Kueue(lambda: self.now)
         self.ignored_queue: str | None = None
         self.selectors: dict[str, object] = {}  # of nodes, by the names of pods that ask for some
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from everstep_operator.plan.actions import (
@@ -17,7 +18,7 @@ from everstep_operator.plan.actions import (
     ReturnQuota,
     SetPodsReady,
 )
-from everstep_operator.plan.render.workloads import MADE_FROM
+from everstep_operator.plan.render.workloads import MADE_FROM, REPLACES
 from everstep_operator.plan.snapshot import PodChanges, QueueView, WorkloadView
 from everstep_operator.plan.state import admission
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 class Kueue:
     """What the planner sees of it. `name`: of the queue on the job's label."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], datetime]) -> None:
+        self.now = now
         self.name: str | None = None
         self.workloads: dict[str, WorkloadView] = {}
         self.changes = PodChanges()
@@ -102,9 +104,13 @@ class Kueue:
         if action.name in self.workloads:
             return
         self.versions += 1
+        annotations = action.body["metadata"]["annotations"]
+        replaces = annotations.get(REPLACES, "").rpartition("/")[2] or None
         number = int(action.name.rpartition("-")[2])
         uid = f"q{self.versions}"
-        made = WorkloadView(action.name, uid, str(self.versions), number, "", 0)
+        made = WorkloadView(
+            action.name, uid, str(self.versions), number, "", 0, replaces=replaces, created_at=self.now()
+        )
         self.workloads[action.name] = replace(made, **_requested(action.body))
 
 
@@ -131,6 +137,20 @@ def admit(world: World, count: str, *node_labels: str) -> None:
     world.kueue.changes = PodChanges(node_selector=selector)
     waiting = world.kueue.pending()
     world.kueue.change(waiting, assigned=int(count), admitted=True, evicted=None, evicted_message="", waits="")
+
+
+def replaced(world: World) -> None:
+    """Kueue has ended the smaller Workload, and not yet admitted the larger one."""
+    kueue = world.kueue
+    smaller = kueue.workloads[str(kueue.pending().replaces)]
+    kueue.change(smaller, finished=admission.REPLACED, finished_at=world.now)
+
+
+def admit_larger(world: World) -> None:
+    """There is quota for the larger Workload."""
+    count = world.kueue.pending().count
+    replaced(world)
+    admit(world, str(count))
 
 
 def node_selector(world: World, label: str) -> None:
@@ -196,6 +216,8 @@ def _described(each: WorkloadView) -> str:
 QUEUEING: dict[str, Callable[..., str | None]] = {
     "queue": queue,
     "admit": admit,
+    "replaced": replaced,
+    "admit-larger": admit_larger,
     "node-selector": node_selector,
     "ignore-queue": ignore_queue,
     "evict-workload": evict_workload,

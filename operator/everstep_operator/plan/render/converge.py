@@ -140,6 +140,9 @@ def soonest(facts: Facts, *requeues: Requeue | None) -> Requeue | None:
 def until_queue_is_read(facts: Facts) -> Requeue | None:
     """When to look again for what an admission cannot be carried out without. No change of it reaches the job."""
     queue = facts.snapshot.queue
+    until = facts.admission.until if isinstance(facts.admission, Admitted) else None
+    if until is not None:
+        return Requeue(until - facts.snapshot.now, "Kueue answers")
     missing = queue is not None and (queue.unread or queue.refusal or queue.obstacle)
     return Requeue(REFUSED_RETRY, "the queue's objects are incomplete") if missing else None
 

@@ -15,7 +15,7 @@ from everstep_operator.plan.render import installation, waits
 from everstep_operator.plan.render.job_status import Quorum, Verdict
 from everstep_operator.plan.render.waits import START_PATIENCE, OlderPods, blocked, older_pods, waited
 from everstep_operator.plan.state import losses, lost_nodes, sizing
-from everstep_operator.plan.state.admission import Admitted, Leaving, NotQueued, Waiting
+from everstep_operator.plan.state.admission import Admitted, Leaving, NotQueued, Waiting, pending
 from everstep_operator.plan.state.facts import Facts
 
 # A pod without a node for longer than this is reported as a lack of capacity. Autoscalers need about this long.
@@ -156,7 +156,10 @@ def _below_replicas(facts: Facts) -> str:
     if spec.suspend or not facts.roster.wanted == facts.wanted < spec.replicas:
         return ""
     if isinstance(facts.admission, Admitted) and facts.wanted < sizing.wanted(spec):
-        return f" of {spec.replicas}, quota for {number_of_pods(facts.admission.pods)}"
+        queue = facts.snapshot.queue
+        replacement = None if queue is None else pending(queue)
+        why = f" ({replacement.waits})" if replacement is not None and replacement.waits else ""
+        return f" of {spec.replicas}, quota for {number_of_pods(facts.admission.pods)}{why}"
     return f", the largest allowed size up to replicas ({spec.replicas})"
 
 

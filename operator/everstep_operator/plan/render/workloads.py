@@ -37,6 +37,8 @@ _JOB_UID = f"{charged.KUEUE}job-uid"  # a label by which Kueue finds the Workloa
 # Kueue puts a Workload that was evicted for another reason back into its queue by itself: after its back-off, when the
 # queue is started again, or when somebody activates the Workload.
 _QUEUED_AGAIN = ("Preempted", "NodeFailures")
+# Annotations of Workloads that a larger one may replace, and of the larger one.
+_ELASTIC, REPLACES = f"{charged.KUEUE}elastic-job", f"{charged.KUEUE}workload-slice-replacement-for"
 _MAX_NAME = 63  # Kueue writes it into a label
 
 
@@ -54,6 +56,9 @@ def actions(facts: Facts) -> Mapping[StageName, Sequence[Action]]:
         case Waiting():
             return {} if alive else _ask(facts.job, queue)
         case Leaving(why, workload, again):
+            # First what asks for more: else it would be admitted by itself, for all of its pods.
+            if asking := [each for each in admission.unfinished(queue) if each.assigned is None]:
+                return {StageName.ADMISSION: [_delete(each, why) for each in asking]}
             if alive or workload is None:
                 return {}
             back = _return(facts, workload) if again else _delete(workload, why)
@@ -92,7 +97,8 @@ def _ask(job: JobView, queue: QueueView) -> Mapping[StageName, Sequence[Action]]
     if workload is None:
         number = 1 + max((each.number for each in queue.workloads), default=0)
         name = name_of(job, number)
-        body = {**_identity(job, name), "spec": _spec(job, queue, count, minimum)}
+        elastic = {} if job.spec.elastic is None else {_ELASTIC: "true"}
+        body = {**_identity(job, name, elastic), "spec": _spec(job, queue, count, minimum)}
         asks = object_names.number_of_pods(count) if minimum is None else f"{minimum} to {count} pods"
         return {StageName.ADMISSION: [CreateWorkload(name, body, f"queue {queue.name}, {asks}")]}
     requested = (workload.queue, workload.count, workload.minimum, workload.priority, workload.made_from)
@@ -116,15 +122,43 @@ def _keep(facts: Facts, queue: QueueView, workload: WorkloadView) -> Mapping[Sta
         reason, text = ("Started", "the workers train") if reached else ("WaitForRecovery", "too few workers train")
         status = _conditions(now, workload, text, ("PodsReady", reached, reason))
         made[StageName.ADMISSION].append(SetPodsReady(workload.name, workload.version, status, text))
-        return made  # one write in a pass: the next one would be a conflict
+    made[StageName.ADMISSION] += _grow(facts, queue, workload)
     alive = sum(not pod.over for pod in facts.snapshot.pods)
-    needed = max(facts.wanted + facts.kept_spares, len(facts.roster.workers), alive)
-    if needed < workload.charged:
+    spec, quota = facts.job.spec, workload.charged
+    needed = max(sizing.wanted(spec, quota) + sizing.spares(spec, quota), len(facts.roster.workers), alive)
+    if needed < quota and not made[StageName.ADMISSION]:  # another write in this pass would be a conflict
         status = {"reclaimablePods": [{"name": POD_SET, "count": workload.count - needed}]}
-        why = f"{object_names.number_of_pods(needed)} of {workload.charged} are needed"
+        why = f"{object_names.number_of_pods(needed)} of {quota} are needed"
         made[StageName.QUOTA].append(ReclaimPods(workload.name, workload.version, status, why))
     made[StageName.QUOTA] += [_delete(each, "it is over") for each in queue.workloads if each.finished is not None]
+    # A Kueue that knows no replacement leaves it to us.
+    replaced = [each for each in admission.unfinished(queue) if each.assigned is not None and each is not workload]
+    over = ("a larger Workload has replaced it", ("Finished", True, admission.REPLACED))
+    made[StageName.QUOTA] += [
+        FinishWorkload(each.name, each.version, _conditions(now, each, *over), admission.REPLACED)
+        for each in replaced
+        if each.number < workload.number and workload.admitted
+    ]
     return made
+
+
+def _grow(facts: Facts, queue: QueueView, workload: WorkloadView) -> list[Action]:
+    """Ask for the next size: one larger Workload at a time, in place of the present one."""
+    job, count = facts.job, admission.next_count(facts.snapshot, workload)
+    asking = [each for each in admission.unfinished(queue) if each.assigned is None]
+    if asking:
+        return [
+            _delete(each, "another number of pods is wanted")
+            for each in asking
+            if (each.count, each.replaces) != (count, workload.name)
+        ]
+    if count is None or queue.refusal is not None or workload.evicted is not None:
+        return []
+    name = name_of(job, 1 + max(each.number for each in queue.workloads))
+    replaces = {_ELASTIC: "true", REPLACES: f"{job.namespace}/{workload.name}"}
+    body = {**_identity(job, name, replaces), "spec": _spec(job, queue, count, None)}
+    why = f"queue {queue.name}, {object_names.number_of_pods(count)} in place of {workload.charged}"
+    return [CreateWorkload(name, body, why)]
 
 
 def _return(facts: Facts, workload: WorkloadView) -> ReturnQuota:
@@ -171,7 +205,7 @@ def name_of(job: JobView, number: int) -> str:
     return f"{job.name[: _MAX_NAME - len(ending)].rstrip('-.')}{ending}"
 
 
-def _identity(job: JobView, name: str) -> dict[str, Any]:
+def _identity(job: JobView, name: str, annotations: Mapping[str, str]) -> dict[str, Any]:
     ours = object_names.metadata(name, job.name, job.namespace, job.uid)
     return {
         "apiVersion": API_VERSION,
@@ -179,7 +213,7 @@ def _identity(job: JobView, name: str) -> dict[str, Any]:
         "metadata": {
             **ours,
             "labels": {**ours["labels"], _JOB_UID: job.uid},
-            "annotations": {MADE_FROM: charged.made_from(job.spec)},
+            "annotations": {**annotations, MADE_FROM: charged.made_from(job.spec)},
         },
     }
 

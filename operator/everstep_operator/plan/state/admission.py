@@ -9,10 +9,20 @@ Invariant: a job gets pods only from an admission that was observed, and never m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
+from everstep_operator.plan import times
 from everstep_operator.plan.snapshot import QueueView, Snapshot, WorkloadView
 from everstep_operator.plan.state import charged, sizing
 from everstep_operator.plan.state.roster import Roster
+
+REPLACED = "WorkloadSliceReplaced"  # why a Workload is over that a larger one replaces
+# Kueue ends the smaller Workload, and admits the larger one in a second write, which may fail. A job trains on for so
+# long without an admission.
+BETWEEN = timedelta(seconds=60)
+# Kueue answers within tenths of a second. Meanwhile a job that may grow further is not resized: else each step of its
+# growth would be a round of its own.
+ANSWER = timedelta(seconds=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +41,12 @@ class Waiting:
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """It may have so many pods. `obstacle`: why none can be made now; those that run go on. `workload` None: it cannot
-    be read."""
+    be read, or is between two."""
 
     pods: int
     workload: WorkloadView | None
     obstacle: str | None = None
+    until: datetime | None = None  # when to look again, if no change is observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +63,28 @@ Admission = NotQueued | Waiting | Admitted | Leaving
 
 
 def of(snapshot: Snapshot, published: Roster) -> Admission:
-    queue, spec = snapshot.queue, snapshot.job.spec
+    queue = snapshot.queue
     if queue is None:
         return NotQueued()
     if queue.unread is not None:
         # An admission that cannot be read is none that was taken back.
-        workers = len(published.workers)
-        return Admitted(workers, None, queue.unread) if workers else Waiting(queue.unread, needs_person=True)
-    workload = reserved(queue)
-    if workload is None:
         if published.workers:
-            lost = "its Workload was deleted" if queue.workloads else "the job has no Workload"
-            return Leaving(
-                "the label of its queue was removed" if queue.name is None else f"queue {queue.name}: {lost}"
-            )
+            return Admitted(_kept(published), None, queue.unread)
+        return Waiting(queue.unread, needs_person=True)
+    workload = reserved(queue)
+    if workload is not None:
+        return _with_quota(snapshot, queue, workload, published)
+    if not published.workers:
         return _waiting(snapshot, queue)
+    if (until := _between_until(snapshot, queue)) is not None:
+        why = f"queue {queue.name}: a larger Workload has replaced its own, and is not admitted yet"
+        return Admitted(_kept(published), None, why, until)
+    lost = "its Workload has ended" if queue.workloads else "the job has no Workload"
+    return Leaving("the label of its queue was removed" if queue.name is None else f"queue {queue.name}: {lost}")
+
+
+def _with_quota(snapshot: Snapshot, queue: QueueView, workload: WorkloadView, published: Roster) -> Admission:
+    spec = snapshot.job.spec
     if queue.name is None:
         return Leaving("the label of its queue was removed", workload)
     if workload.queue != queue.name:
@@ -82,15 +100,35 @@ def of(snapshot: Snapshot, published: Roster) -> Admission:
         return Leaving(
             f"queue {queue.name}: there is quota for {workload.charged} pods, and {least} are needed", workload
         )
+    if not published.workers and any(pod.deleted_at is not None and not pod.over for pod in snapshot.pods):
+        return Waiting(f"queue {queue.name}: pods have to end before others are made")
     obstacle = queue.obstacle or charged.conflict(spec, queue.changes)
     if not workload.admitted:
         obstacle = "admission checks are not done"
-    return Admitted(workload.charged, workload, obstacle and f"queue {queue.name}: {obstacle}")
+    obstacle = obstacle and f"queue {queue.name}: {obstacle}"
+    until = _answer_until(snapshot, queue, workload)
+    # Kept as it is while it may grow further at once.
+    pods = workload.charged if until is None or not published.workers else min(_kept(published), workload.charged)
+    return Admitted(pods, workload, obstacle, until)
 
 
 def reserved(queue: QueueView) -> WorkloadView | None:
-    """The Workload by which the job has quota."""
-    return next((each for each in reversed(unfinished(queue)) if each.assigned is not None), None)
+    """The Workload by which the job has quota: the newest one that is admitted, if one is."""
+    having = [each for each in unfinished(queue) if each.assigned is not None]
+    newest = having[-1] if having else None
+    return next((each for each in reversed(having) if each.admitted), newest)
+
+
+def next_count(snapshot: Snapshot, workload: WorkloadView) -> int | None:
+    """For how many pods the job asks next, because it wants more than it has quota for: those of its next size, since
+    Kueue admits a replacement whole or not at all. None: it wants no more, or its size is fixed."""
+    spec = snapshot.job.spec
+    wanted, quota = sizing.wanted(spec), workload.charged
+    if spec.elastic is None or wanted + sizing.spares(spec) <= quota:
+        return None
+    allowed = sizing.bounds(spec)
+    larger = (size for size in range(quota + 1, wanted + 1) if allowed.largest(size) == size)
+    return next(larger, quota + 1)
 
 
 def pending(queue: QueueView) -> WorkloadView | None:
@@ -100,6 +138,36 @@ def pending(queue: QueueView) -> WorkloadView | None:
 
 def unfinished(queue: QueueView) -> list[WorkloadView]:
     return [each for each in queue.workloads if each.finished is None and not each.deleting]
+
+
+def _kept(published: Roster) -> int:
+    """The pods that the job has as it is; one that takes another's place counts with it."""
+    return published.wanted + published.spares
+
+
+def _between_until(snapshot: Snapshot, queue: QueueView) -> datetime | None:
+    """Until when the job trains on without an admission, because a larger one has taken its own; None: it does not."""
+    replacement = pending(queue)
+    if replacement is None or replacement.replaces is None:
+        return None
+    replaced = next((each for each in queue.workloads if each.name == replacement.replaces), None)
+    if replaced is None or replaced.finished != REPLACED or replaced.finished_at is None:
+        return None
+    until = times.after(min(replaced.finished_at, snapshot.now), BETWEEN.total_seconds())
+    return until if snapshot.now < until else None
+
+
+def _answer_until(snapshot: Snapshot, queue: QueueView, workload: WorkloadView) -> datetime | None:
+    """Until when an answer to the next step of a job's growth is waited for; None: it has come, or is not due."""
+    count, replacement = next_count(snapshot, workload), pending(queue)
+    if count is None or snapshot.object_refused is not None:
+        return None
+    if replacement is None:
+        return times.after(snapshot.now, ANSWER.total_seconds())
+    if replacement.waits or replacement.created_at is None:
+        return None
+    until = times.after(min(replacement.created_at, snapshot.now), ANSWER.total_seconds())
+    return until if snapshot.now < until else None
 
 
 def granted(admission: Admission) -> int | None:
