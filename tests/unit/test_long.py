@@ -97,6 +97,7 @@ WHOLLY_LONG = {
     "e2e/test_sequences.py": "minutes on a cluster",
     "e2e/test_slow_server.py": "minutes on a cluster; apiserver/operator/test_operator_slow_server.py has a small one",
     "e2e/test_tls.py": "minutes on a cluster; apiserver/test_tls_chart.py has the chart, rendezvous/ the agents",
+    "e2e/test_traces.py": "minutes on a cluster; unit/test_recovery_traces.py has a real exporter and collector",
     "e2e/test_upgrade.py": "minutes on a cluster; test_commands.py has `helm test` of what is installed",
     "local/test_kubelet_torchrun.py": "rendezvous/test_rendezvous_start_probe.py has torchrun at the operator",
     "ordinary/test_ordinary_rehearsed.py": "each row is a rehearsal; rehearse/test_held_tensors.py has one",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import secrets
 import time
@@ -222,6 +223,6 @@ async def test_pods_have_what_quota_is_taken_for_under_random_changes(
 async def test_pods_have_what_quota_is_taken_for_under_a_thousand_changes(
     crd: ControlPlane, kueue: Kueue, place: Place, part: int
 ) -> None:
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}, part {part}")
+    seed = int(os.environ.get("EVERSTEP_SEED") or secrets.randbelow(2**31))
+    print(f"to play it again: EVERSTEP_SEED={seed} pytest -m '' {__file__} -k 'thousand and {part}'")
     await play(crd, kueue, place, seed, steps=25)

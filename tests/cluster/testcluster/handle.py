@@ -105,6 +105,12 @@ class Cluster:
         return Account(f"http://{kindcluster.node_address(self._control_plane())}:{kindcluster.S3_NODE_PORT}")
 
     @property
+    def machine(self) -> str:
+        """This machine's address, as pods reach it."""
+        self._own("reaching this machine from a pod")
+        return kindcluster.machine_address(self._control_plane())
+
+    @property
     def s3_in_cluster(self) -> Account:
         return Account(S3_IN_CLUSTER)
 

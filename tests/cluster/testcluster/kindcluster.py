@@ -311,5 +311,15 @@ def status() -> str:
 
 def node_address(name: str) -> str:
     """The node's IPv4 address in docker's network `kind`, reachable from this machine."""
-    networks = json.loads(run("docker", "inspect", "-f", "{{json .NetworkSettings.Networks}}", name))
-    return str(networks["kind"]["IPAddress"])
+    return str(_network(name)["IPAddress"])
+
+
+def machine_address(node: str) -> str:
+    """This machine's IPv4 address in docker's network `kind`, reachable from `node` and its pods."""
+    return str(_network(node)["Gateway"])
+
+
+def _network(node: str) -> dict[str, object]:
+    networks = json.loads(run("docker", "inspect", "-f", "{{json .NetworkSettings.Networks}}", node))
+    found: dict[str, object] = networks["kind"]
+    return found

@@ -89,7 +89,7 @@ def _installed(base: str, name: str, requirements: list[str], wheels: list[str],
 def operator() -> str:
     """The tag of the base with the operator's dependencies."""
     return _installed(
-        python(), "operator-base", [*_requirements("worker"), *_requirements("operator"), *BUILD_BACKEND], []
+        python(), "operator-base", [*_requirements("worker"), *_requirements("operator", "otel"), *BUILD_BACKEND], []
     )
 
 

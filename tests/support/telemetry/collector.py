@@ -38,8 +38,9 @@ class SpanSeen:
 
 @dataclass
 class Collector:
-    """A context manager."""
+    """A context manager. `host`: the address of this machine at which it listens."""
 
+    host: str = "127.0.0.1"
     spans: list[SpanSeen] = field(default_factory=list)
     headers: list[Mapping[str, str]] = field(default_factory=list)  # of each request
 
@@ -75,7 +76,7 @@ class Collector:
             def log_message(self, format: str, *arguments: Any) -> None:
                 del format, arguments
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer((self.host, 0), Handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
@@ -84,7 +85,7 @@ class Collector:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
+        return f"http://{self.host}:{self._server.server_port}"
 
     def recoveries(self) -> list[tuple[SpanSeen, dict[str, SpanSeen]]]:
         """Each span `recovery` with its children by name, in the order of their starts."""
