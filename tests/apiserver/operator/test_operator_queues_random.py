@@ -133,7 +133,10 @@ class History:
             if pods == self.expected and used == pods + self.other and await self._is_seen():
                 return
             state = f"{pods} pods of {self.expected}, Kueue counts {used}, another has {self.other}"
-            assert time.monotonic() < deadline, f"{state} after {self.done}: {await self.place.status()}"
+            if time.monotonic() >= deadline:
+                listed = (await self.place.client.list(WORKLOADS, self.place.namespace)).items
+                shown = [(one.metadata.name, one.metadata.annotations, one.spec, one.status) for one in listed]
+                raise AssertionError(f"{state} after {self.done}: {await self.place.status()}\n{shown}")
             await asyncio.sleep(0.05)
 
     async def _used(self) -> int:
