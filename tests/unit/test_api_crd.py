@@ -19,7 +19,8 @@ DESIGNED_SPEC = {
     *("replicas", "elastic", "processesPerReplica", "rendezvous", "checkpoint", "recovery", "suspend", "rerun"),
     "managedBy",
     *("activeDeadlineSeconds", "ttlSecondsAfterFinished", "successPolicy", "podCleanup"),
-    *("podDisruptionBudget", "template"),
+    *("podDisruptionBudget", "scheduling", "network", "template"),
+    *("volumeClaimTemplates", "persistentVolumeClaimRetentionPolicy"),
 }
 DESIGNED_STATUS = {
     *("observedGeneration", "replicas", "readyReplicas", "selector", "world", "progress", "checkpoint", "restarts"),

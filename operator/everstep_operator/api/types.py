@@ -243,11 +243,13 @@ class Network(ApiModel):
         description="Ethernet: sockets alone (NCCL_IB_DISABLE=1). InfiniBand, RoCE: adapters (NCCL_IB_DISABLE=0); the "
         "pods need the devices. Absent: NCCL chooses.",
     )
-    interface: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,14}$")] | None = Field(
+    interface: Annotated[str, StringConstraints(max_length=15, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
         default=None,
         description="The interface of the pods for sockets, such as eth0 (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME).",
     )
-    adapters: tuple[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,32}(:[0-9]{1,3})?$")], ...] = Field(
+    adapters: tuple[
+        Annotated[str, StringConstraints(max_length=36, pattern=r"^[A-Za-z0-9_.-]{1,32}(:[0-9]{1,3})?$")], ...
+    ] = Field(
         default=(),
         max_length=32,
         description="InfiniBand or RoCE adapters, such as mlx5_0 or mlx5_0:1 (NCCL_IB_HCA); empty: NCCL chooses.",
