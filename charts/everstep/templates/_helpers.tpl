@@ -131,7 +131,7 @@ Honor
 {{- if .Values.volumeClaims.enabled }}
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
-  verbs: [create] # none is read, changed or deleted
+  verbs: [get, create] # get: whether one is there that a quota refuses
 {{- end }}
 {{- range .Values.podGroups }}
 - apiGroups: [{{ get (dict "Kubernetes" "scheduling.k8s.io" "Coscheduling" "scheduling.x-k8s.io" "Volcano" "scheduling.volcano.sh") . }}]

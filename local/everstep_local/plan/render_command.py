@@ -25,7 +25,6 @@ from everstep_operator.api.types import GangScheduler
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.main import JOBS
 from everstep_operator.plan.actions import (
-    CreateClaim,
     CreateDisruptionBudget,
     CreateNetworkPolicy,
     CreatePod,
@@ -68,7 +67,7 @@ def render(
         say(yaml.safe_dump_all(objects, sort_keys=False), end="")
 
 
-_SHOWN = (CreateService, CreateDisruptionBudget, CreateNetworkPolicy, CreatePodGroup, CreateClaim, CreatePod)
+_SHOWN = (CreateService, CreateDisruptionBudget, CreateNetworkPolicy, CreatePodGroup, CreatePod)
 
 
 async def _objects(job: Prepared, namespace: str | None) -> list[dict[str, Any]]:
@@ -85,7 +84,9 @@ async def _objects(job: Prepared, namespace: str | None) -> list[dict[str, Any]]
     except (KubeError, SpecError) as e:
         raise JobFileError(f"{job.name}: a cluster would refuse this job: {e}") from e
     decided = plan(seen)
-    created = [action.body for stage in decided.stages for action in stage.actions if isinstance(action, _SHOWN)]
+    made = [action for stage in decided.stages for action in stage.actions if isinstance(action, _SHOWN)]
+    claims = [claim for action in made if isinstance(action, CreatePod) for claim in action.claims]
+    created = [*claims, *(action.body for action in made)]
     if not created:
         raise JobFileError(f"{job.name}: the operator would create nothing: {decided.reason}")
     for body in created:

@@ -10,6 +10,7 @@ operator.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +44,6 @@ from everstep_operator.kube.wire import KubeObject, Unstructured, controller_of,
 from everstep_operator.plan.actions import (
     Action,
     BeginRounds,
-    CreateClaim,
     CreateDisruptionBudget,
     CreateNetworkPolicy,
     CreatePod,
@@ -82,7 +82,7 @@ _KINDS: Mapping[type, Resource[Any]] = {
     CreateNetworkPolicy: NETWORK_POLICIES, DeleteNetworkPolicy: NETWORK_POLICIES,
     CreateWorkload: WORKLOADS,
 }  # fmt: skip
-_OBJECTS = (StageName.NETWORK, StageName.GUARD, StageName.GANG, StageName.CLAIMS)  # stages of objects beside the pods
+_OBJECTS = (StageName.NETWORK, StageName.GUARD, StageName.GANG)  # stages of objects beside the pods
 CREATE_SECONDS = 2.0  # no create of a pass begins later: a create may take seconds, and a job may have thousands
 
 
@@ -203,7 +203,7 @@ class Applier:
         self._require_leading()
         match action:
             case CreatePod() | CreateWorkload():
-                return await self._create_expected(_KINDS[type(action)], job, action.name, action.body, refusals)
+                return await self._create_expected(_KINDS[type(action)], job, action, refusals)
             case CreateService() | CreateDisruptionBudget() | CreateNetworkPolicy():
                 return await self._create(_KINDS[type(action)], job, action.name, action.body, refusals)
             case DeletePod(name, uid, grace):
@@ -214,8 +214,6 @@ class Applier:
                 await self._delete(_KINDS[type(action)], job, action.name, action.uid)
             case PatchWorkload() | ReturnQuota() | ReclaimPods() | SetPodsReady() | FinishWorkload():
                 return await self._patch_workload(job, action, refusals)
-            case CreateClaim():
-                return await self._create_claim(job, action, refusals)
             case CreatePodGroup() | PatchPodGroup() | DeletePodGroup():
                 return await self._write_pod_group(job, action, refusals)
             case DeleteJob():
@@ -230,13 +228,17 @@ class Applier:
         return True
 
     async def _create_expected(
-        self, resource: Resource[T], job: JobView, name: str, body: dict[str, object], refusals: _Refusals
+        self, resource: Resource[T], job: JobView, action: CreatePod | CreateWorkload, refusals: _Refusals
     ) -> bool:
-        """Create an object without which no other plan is made: a pod, or the Workload that charges pods."""
-        key = (job.namespace, job.name)
+        """Create an object without which no other plan is made: a pod, after its volume claims, or the Workload that
+        charges pods."""
+        for claim in action.claims if isinstance(action, CreatePod) else ():
+            if not await self._create_claim(job, claim, refusals):
+                return False
+        key, name = (job.namespace, job.name), action.name
         self._expectations.expect(key, creations=[name], now=self._monotonic())
         try:
-            created = await self._create(resource, job, name, body, refusals)
+            created = await self._create(resource, job, name, action.body, refusals)
         except KubeError:
             # It may exist nevertheless, if the response was lost: the next create of this name shows it.
             self._expectations.cancel_creation(key, name)
@@ -245,14 +247,19 @@ class Applier:
             self._expectations.cancel_creation(key, name)
         return created
 
-    async def _create_claim(self, job: JobView, action: CreateClaim, refusals: _Refusals) -> bool:
+    async def _create_claim(self, job: JobView, body: dict[str, Any], refusals: _Refusals) -> bool:
         """One that is there already is used, whoever made it: it holds what an earlier worker of this index kept."""
         try:
-            await self._client.create(CLAIMS, job.namespace, action.body)
+            await self._client.create(CLAIMS, job.namespace, body)
         except AlreadyExists:
             return True
         except (Forbidden, Invalid, Rejected) as e:
-            refusals.objects[f"{CLAIMS.kind} {action.name}"] = str(e)[:500]
+            name = body["metadata"]["name"]
+            # A quota that is used up refuses a claim before the API server sees that it is there.
+            with contextlib.suppress(NotFound, Forbidden):
+                await self._client.get(CLAIMS, job.namespace, name)
+                return True
+            refusals.objects[f"{CLAIMS.kind} {name}"] = str(e)[:500]
             return False
         return True
 
@@ -270,7 +277,11 @@ class Applier:
                     return False
             case PatchPodGroup():
                 body = {"metadata": {"uid": action.uid}, "spec": action.spec}
-                await self._client.merge_patch(kind, job.namespace, action.name, body)
+                try:
+                    await self._client.merge_patch(kind, job.namespace, action.name, body)
+                except (Forbidden, Invalid, Rejected) as e:
+                    refusals.objects[f"{kind.kind} {action.name}"] = str(e)[:500]
+                    return False
             case DeletePodGroup():
                 await self._delete(kind, job, action.name, action.uid)
         return True

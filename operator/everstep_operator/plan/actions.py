@@ -42,14 +42,18 @@ class CreateNetworkPolicy(_Create):
 
 @dataclass(frozen=True, slots=True)
 class CreatePod:
+    """`claims`: the volume claims that have to be there before the pod; those that are there already are used."""
+
     name: str
     index: int
     incarnation: int
     body: dict[str, Any]
     why: str
+    claims: tuple[dict[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return f"create pod {self.name} ({self.why})"
+        names = ", ".join(str(claim["metadata"]["name"]) for claim in self.claims)
+        return f"create pod {self.name} ({self.why}{f', with {names}' if names else ''})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +96,6 @@ class DeleteDisruptionBudget(_Delete):
 class DeleteNetworkPolicy(_Delete):
     __slots__ = ()
     kind = "network policy"
-
-
-class CreateClaim(_Create):
-    __slots__ = ()
-    kind = "volume claim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +249,6 @@ Action = (
     | DeleteDisruptionBudget
     | CreateNetworkPolicy
     | DeleteNetworkPolicy
-    | CreateClaim
     | CreatePodGroup
     | PatchPodGroup
     | DeletePodGroup

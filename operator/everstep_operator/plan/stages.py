@@ -18,7 +18,6 @@ from enum import StrEnum
 from everstep_operator.plan.actions import (
     Action,
     BeginRounds,
-    CreateClaim,
     CreateDisruptionBudget,
     CreateNetworkPolicy,
     CreatePod,
@@ -50,8 +49,7 @@ class StageName(StrEnum):
     NETWORK = "network"  # the service that gives pods their host names
     GUARD = "guard"  # the disruption budget and the network policy: no pod waits for them
     GANG = "gang"  # the group by which a scheduler places all pods together or none
-    CLAIMS = "claims"  # the volumes of the pods that are created
-    CREATE = "create"  # pods
+    CREATE = "create"  # pods, each after its volume claims
     SIZES = "sizes"  # what the round store gives to the agents: their sizes, or a new document
     RELEASE = "release"  # healthy workers that are no longer wanted
     CLEAN = "clean"  # the remaining objects of a finished job
@@ -66,7 +64,6 @@ ALLOWED: Mapping[StageName, tuple[type[Action], ...]] = {
     StageName.NETWORK: (CreateService,),
     StageName.GUARD: (CreateDisruptionBudget, DeleteDisruptionBudget, CreateNetworkPolicy, DeleteNetworkPolicy),
     StageName.GANG: (CreatePodGroup, PatchPodGroup, DeletePodGroup),
-    StageName.CLAIMS: (CreateClaim,),
     StageName.CREATE: (CreatePod,),
     StageName.SIZES: (SetSizes, BeginRounds),
     StageName.RELEASE: (DeletePod,),

@@ -20,7 +20,6 @@ from everstep_operator.api.types import GangScheduler, TrainingJobSpec
 from everstep_operator.plan.actions import (
     Action,
     BeginRounds,
-    CreateClaim,
     CreateDisruptionBudget,
     CreateNetworkPolicy,
     CreatePod,
@@ -193,7 +192,7 @@ class World:
                 self._guard(action)
             case CreatePodGroup() | PatchPodGroup() | DeletePodGroup():
                 self._group(action)
-            case CreatePod(name, index, incarnation, body, _):
+            case CreatePod(name, index, incarnation, body):
                 if name not in self.pods and self.refused is None:
                     self.uids += 1
                     marks = body["metadata"]["labels"]
@@ -215,8 +214,8 @@ class World:
                     )
             case DeletePod():
                 self._delete_pod(action)
-            case DeleteJob() | CreateClaim():
-                pass  # the transcript shows it; it ends there, and nobody looks at claims
+            case DeleteJob():
+                pass  # the transcript shows it, and ends there
             case SetSizes(sizes, _, surge):
                 self.take_sizes(sizes, surge)
             case BeginRounds(sizes, after, _):

@@ -8,6 +8,7 @@ from typing import assert_never
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, ReadyReason, Rung, Suspicion
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import RecoveryRecord, Restarts, Status
+from everstep_operator.plan.actions import CreatePodGroup
 from everstep_operator.plan.decide.decision import (
     Complete,
     Decision,
@@ -107,9 +108,8 @@ def _keep(facts: Facts, repaired: Repaired | None = None) -> Plan:
 
 def _stages(facts: Facts, convergence: Convergence) -> tuple[Stage, ...]:
     """Put actions into stages. Workers are released only after the store allows the others to train without them;
-    nothing else waits for the store. Pods need their volumes, and their group, without which a scheduler would place
-    each by itself. Under c10d a worker finds worker 0 by the host name that the service gives it, so pods need the
-    service too."""
+    nothing else waits for the store. Pods need their group, without which a scheduler would place each by itself. Under
+    c10d a worker finds worker 0 by the host name that the service gives it, so pods need the service too."""
     actions = {
         **convergence.actions,
         **workloads.actions(facts),
@@ -118,8 +118,8 @@ def _stages(facts: Facts, convergence: Convergence) -> tuple[Stage, ...]:
         StageName.SIZES: converge.set_sizes(facts),
     }
     service = (StageName.NETWORK,) if facts.roster.replaces_all else ()
-    beside = [name for name in (StageName.GANG, StageName.CLAIMS) if actions.get(name)]
-    needs = {StageName.RELEASE: (StageName.SIZES,), StageName.CREATE: (*service, *beside)}
+    group = (StageName.GANG,) if any(isinstance(a, CreatePodGroup) for a in actions[StageName.GANG]) else ()
+    needs = {StageName.RELEASE: (StageName.SIZES,), StageName.CREATE: (*service, *group)}
     return staged(actions, needs)
 
 

@@ -12,14 +12,12 @@ from typing import Any
 from everstep.contract import labels
 from everstep_operator import object_names
 from everstep_operator.api.claims import ClaimTemplate, Retention
-from everstep_operator.plan.actions import CreateClaim
 from everstep_operator.plan.snapshot import JobView
 
 
-def of_worker(job: JobView, index: int) -> tuple[CreateClaim, ...]:
+def of_worker(job: JobView, index: int) -> tuple[dict[str, Any], ...]:
     """What has to be there before a pod of this worker."""
-    templates = job.spec.volume_claim_templates
-    return tuple(CreateClaim(_name(job, t, index), _body(job, t, index), f"of worker {index}") for t in templates)
+    return tuple(_body(job, template, index) for template in job.spec.volume_claim_templates)
 
 
 def put_in(job: JobView, index: int, spec: dict[str, Any]) -> None:

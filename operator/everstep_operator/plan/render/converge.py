@@ -81,9 +81,7 @@ def converge(facts: Facts, status: Status) -> Convergence:
     nodes = (*rejections.avoided(snapshot.now, restarts), *lost_nodes.avoided(snapshot.now, restarts))
     suspected = tuple(node.name for node in status.excluded_nodes)
     avoided = tuple(dict.fromkeys((*nodes, *_left_nodes(facts), *suspected)))
-    due = due[: snapshot.settings.max_pods_per_plan]
-    actions[StageName.CLAIMS] = [claim for index in due for claim in claims.of_worker(job, index)]
-    actions[StageName.CREATE] = [_create(facts, index, avoided) for index in due]
+    actions[StageName.CREATE] = [_create(facts, index, avoided) for index in due[: snapshot.settings.max_pods_per_plan]]
     # This is tried again in every pass, and after a while even without an observed change.
     if retry is not None:
         waits_for = (
@@ -195,15 +193,15 @@ def _create(facts: Facts, index: int, avoided: Sequence[str]) -> CreatePod:
     queue = facts.snapshot.queue
     changes = PodChanges() if queue is None else queue.changes
     incarnation = roster.workers[index].number
-    name = roster.name(job.name, index)
+    name, volumes = roster.name(job.name, index), claims.of_worker(job, index)
     if not roster.replaces_all:
         body = pods.admitted(pods.agent_pod(job, index, incarnation, settings), changes)
         body = pods.avoid(job, body, avoided)
-        return CreatePod(name, index, incarnation, body, f"worker {index}{_not_on(avoided)}")
+        return CreatePod(name, index, incarnation, body, f"worker {index}{_not_on(avoided)}", volumes)
     round_ = roster.next_incarnation
     body = pods.admitted(pods.worker_pod(job, index, round_, len(roster.workers), settings), changes)
     body = pods.avoid(job, body, avoided)
-    return CreatePod(name, index, incarnation, body, f"worker {index} of round {round_}{_not_on(avoided)}")
+    return CreatePod(name, index, incarnation, body, f"worker {index} of round {round_}{_not_on(avoided)}", volumes)
 
 
 def _left_nodes(facts: Facts) -> list[str]:
