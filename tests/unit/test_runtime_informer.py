@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from everstep_operator.kube.client import Bookmark, Changed, EventType, ListResult, WatchEvent
-from everstep_operator.kube.errors import ConnectionFailed, Forbidden, Gone, KubeError, NotFound, StreamBroken
+from everstep_operator.kube.errors import (
+    ConnectionFailed,
+    Forbidden,
+    Gone,
+    KubeError,
+    NotFound,
+    ServerError,
+    StreamBroken,
+)
 from everstep_operator.kube.resources import PODS
 from everstep_operator.kube.wire import ObjectMeta, Pod
 from everstep_operator.runtime.cache import Added, Deleted, Delta, Updated
@@ -96,7 +104,7 @@ class Server:
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self, *, optional: bool = False) -> None:
         self.clock = ManualClock()
         self.server = Server(self.clock)
         self.seen: list[Delta[Pod]] = []
@@ -106,6 +114,7 @@ class Bench:
             clock=self.clock,
             rng=lambda: 0.5,
             timing=Timing(watch_seconds=30, silence_seconds=40),
+            optional=optional,
         )
         self.informer.add_handler(self.seen.append)
         self.task: asyncio.Task[None] | None = None
@@ -230,6 +239,24 @@ async def test_refused_list_deletes_nothing_and_recovers_by_itself(bench: Bench,
     bench.server.write("b")
     await bench.clock.advance(30)
     assert bench.names() == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "error", [Forbidden("no right"), NotFound("no such kind"), ServerError("conversion webhook failed", status=500)]
+)
+async def test_optional_list_that_fails_is_answered_and_comes_later(error: KubeError) -> None:
+    """Else jobs that do not need it would wait for it."""
+    bench = Bench(optional=True)
+    bench.server.write("a")
+    bench.server.list_errors = [error] * 3
+    await bench.start()
+    await asyncio.wait_for(bench.informer.wait_answered(), 5)
+    assert (bench.informer.is_refused, bench.informer.refusal) == (True, str(error))
+    await bench.clock.advance(30)
+    assert not bench.informer.is_refused
+    assert bench.names() == ["a"]
+    assert bench.task is not None
+    bench.task.cancel()
 
 
 async def test_list_of_a_lagging_server_is_not_believed(bench: Bench) -> None:

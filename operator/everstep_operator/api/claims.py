@@ -7,18 +7,17 @@ by which a claim takes a volume or data that are there already.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, StringConstraints
 
-from everstep_operator.api.base import ApiModel, ObjectName
+from everstep_operator.api.base import ApiModel, Check, ObjectName
 
 VolumeName = Annotated[
     str, StringConstraints(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
 ]  # a DNS label
-Quantity = Annotated[
-    str, StringConstraints(min_length=1, max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])?$")
-]
+_NUMBER = r"([1-9][0-9]*(\.[0-9]+)?|0\.[0-9]*[1-9][0-9]*)"  # above 0
+Quantity = Annotated[str, StringConstraints(min_length=1, max_length=32, pattern=rf"^{_NUMBER}([KMGTPE]i|[kMGTPE])?$")]
 
 
 class AccessMode(StrEnum):
@@ -64,6 +63,15 @@ class ClaimSpec(ApiModel):
     )
     storage_class_name: ObjectName | None = Field(default=None, description="Absent: the cluster's default class.")
     resources: ClaimResources = Field(description="The size of the volume.")
+
+    CHECKS: ClassVar[tuple[Check, ...]] = (
+        Check(
+            cel="self.accessModes.size() == 1 || !self.accessModes.exists(m, m == 'ReadWriteOncePod')",
+            message="ReadWriteOncePod must be the only one of accessModes",
+            field=".accessModes",
+            holds=lambda c: len(c.access_modes) == 1 or AccessMode.READ_WRITE_ONCE_POD not in c.access_modes,
+        ),
+    )
 
 
 class ClaimTemplate(ApiModel):

@@ -248,20 +248,22 @@ class Applier:
         return created
 
     async def _create_claim(self, job: JobView, body: dict[str, Any], refusals: _Refusals) -> bool:
-        """One that is there already is used, whoever made it: it holds what an earlier worker of this index kept."""
+        """One that is there already is used, whoever made it: it holds what an earlier worker of this index kept. Not
+        one that is being deleted, which goes with the last pod that has it."""
+        name = body["metadata"]["name"]
         try:
             await self._client.create(CLAIMS, job.namespace, body)
-        except AlreadyExists:
             return True
-        except (Forbidden, Invalid, Rejected) as e:
-            name = body["metadata"]["name"]
-            # A quota that is used up refuses a claim before the API server sees that it is there.
-            with contextlib.suppress(NotFound, Forbidden):
-                await self._client.get(CLAIMS, job.namespace, name)
+        except (AlreadyExists, Forbidden, Invalid, Rejected) as e:
+            problem = str(e)[:500]
+        # A quota that is used up refuses a claim before the API server sees that it is there.
+        with contextlib.suppress(NotFound, Forbidden):
+            there = await self._client.get(CLAIMS, job.namespace, name)
+            if there.metadata.deletion_timestamp is None:
                 return True
-            refusals.objects[f"{CLAIMS.kind} {name}"] = str(e)[:500]
-            return False
-        return True
+            problem = "the one that is there is being deleted, and has to be gone first"
+        refusals.objects[f"{CLAIMS.kind} {name}"] = problem
+        return False
 
     async def _write_pod_group(
         self, job: JobView, action: CreatePodGroup | PatchPodGroup | DeletePodGroup, refusals: _Refusals

@@ -24,7 +24,6 @@ from everstep_operator.kube.errors import (
     Forbidden,
     Gone,
     KubeError,
-    NotFound,
     Operation,
     StreamBroken,
 )
@@ -74,8 +73,9 @@ class Informer(Generic[T]):
         relisted: Callable[[str], None] = lambda _: None,
         optional: bool = False,
     ) -> None:
-        """`optional`: the cluster may have no such kind, which then counts as a refusal. `relisted` is called with the
-        resource when a watch was lost for good and everything was listed again."""
+        """`optional`: an error of its first list counts as a refusal. The cluster may have no such kind, or what
+        converts its objects may be away. `relisted` is called with the resource when a watch was lost for good and
+        everything was listed again."""
         self._client = client
         self._resource = resource
         self._clock = clock
@@ -84,7 +84,7 @@ class Informer(Generic[T]):
         self._selector = label_selector
         self._timing = timing
         self._relisted = relisted
-        self._refusals: tuple[type[KubeError], ...] = (Forbidden, NotFound) if optional else (Forbidden,)
+        self._refusals: tuple[type[KubeError], ...] = (KubeError,) if optional else (Forbidden,)
         self._cache: Cache[T] = Cache(indexers)
         self._handlers: list[Handler[T]] = []
         self._synced, self._answered = asyncio.Event(), asyncio.Event()
@@ -105,8 +105,8 @@ class Informer(Generic[T]):
 
     @property
     def is_refused(self) -> bool:
-        """Whether the first list has not arrived because this account may not list the resource, or the cluster has no
-        such kind. It is tried again."""
+        """Whether the first list has not arrived because this account may not list the resource, or because an optional
+        one failed. It is tried again."""
         return self.refusal is not None
 
     @property

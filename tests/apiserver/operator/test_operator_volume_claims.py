@@ -111,6 +111,31 @@ async def test_worker_whose_claim_is_refused_is_not_created_and_the_status_says_
         assert await place.names() == ["digits-w1-0"], "its claim is there"
 
 
+@pytest.mark.long
+async def test_worker_waits_until_a_claim_that_is_being_deleted_is_gone(place: Place) -> None:
+    held = {"name": "cache-digits-w0", "finalizers": ["example.com/pod-is-there"]}
+    await place.client.create(CLAIMS, place.namespace, {"metadata": held, "spec": SPEC})
+    await place.client.delete(CLAIMS, place.namespace, "cache-digits-w0")
+    await place.create_job(volumeClaimTemplates=TEMPLATES)
+    async with Operators(place).run(volume_claims=True):
+
+        async def explained() -> bool:
+            conditions = {c["type"]: c for c in (await place.status()).get("conditions", ())}
+            needs = conditions.get("NeedsAttention", {"status": "False", "message": ""})
+            return needs["status"] == "True" and "cache-digits-w0: the one that is there is being d" in needs["message"]
+
+        await eventually("the status says what is waited for", explained)
+        assert await place.names() == ["digits-w1-0"]
+        gone = {"metadata": {"finalizers": None}}
+        await place.client.merge_patch(CLAIMS, place.namespace, "cache-digits-w0", gone)
+
+        async def created() -> bool:
+            return await place.names() == ["digits-w0-0", "digits-w1-0"]
+
+        await eventually("the worker is created with a claim of its own", created)
+        assert (await claims(place))["cache-digits-w0"].metadata.deletion_timestamp is None
+
+
 async def test_templates_of_claims_cannot_be_changed(place: Place) -> None:
     await place.create_job(volumeClaimTemplates=TEMPLATES, suspend=True)
     with pytest.raises(Invalid, match="volumeClaimTemplates is immutable"):
