@@ -240,6 +240,24 @@ async def test_many_jobs_are_shown_in_parts_and_those_that_are_meant_are_found()
             assert isinstance(await names(odd), list)
 
 
+async def test_job_that_has_ended_wants_no_workers() -> None:
+    """Not `0 of 0 (2 to 4)`, which reads as if something were missing."""
+    status = {"conditions": [{"type": "Complete", "status": "True", "reason": "Succeeded"}]}
+    live = replace(View.unknown("live"), ready=1, wanted=2, fewest=2, most=4)
+    over = replace(View.unknown("over"), raw_status=status, fewest=2, most=4)
+    access = LinkAccess()
+    jobs = [Listed(each.job, "ns", each) for each in (live, over)]
+    async with reader(Page(Given(jobs), access, "test"), access) as session:
+        shown = {}
+        for name in ("live", "over"):
+            async with session.get(f"/jobs/{name}") as answer:
+                facts = parsed(await answer.text()).iter("div")
+            shown[name] = next(
+                words(f.find("dd")) for f in facts if (dt := f.find("dt")) is not None and words(dt) == "Workers"
+            )
+    assert shown == {"live": "1 of 2 (2 to 4)", "over": "none"}
+
+
 async def test_requests_have_a_bound_in_number_and_in_time() -> None:
     access, gate = LinkAccess(), asyncio.Event()
     async with reader(Page(Given(gate=gate), access, "test", seconds=5), access) as session:

@@ -114,7 +114,7 @@ def row(each: Listed, now: datetime) -> Row:
         status=view.status,
         kind=kind(view.status),
         message=view.notice or view.message,
-        workers=f"{view.ready} of {view.wanted}",
+        workers=workers(view),
         step=f"{shown(view.step)}{total}",
         goodput=view.goodput or NONE,
         committed=shown(view.committed),
@@ -122,6 +122,11 @@ def row(each: Listed, now: datetime) -> Row:
         restarts=view.restarts,
         age=age(view.began, now) or NONE,
     )
+
+
+def workers(view: View) -> str:
+    """How many of the wanted ones are ready. A job that has ended wants none."""
+    return "none" if ended(view.raw_status) and not view.ready else f"{view.ready} of {view.wanted}"
 
 
 def kind(word: str) -> str:

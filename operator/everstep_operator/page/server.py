@@ -20,7 +20,7 @@ from aiohttp import web
 
 from everstep.jobs.drawing import draw, text
 from everstep.jobs.timeline import build, since
-from everstep.jobs.view import age, byte_size, condition
+from everstep.jobs.view import age, byte_size, condition, ended
 from everstep_operator.endpoint.connections import ConnectionBounds
 from everstep_operator.endpoint.server import HttpServer, ServerOptions
 from everstep_operator.page import rows
@@ -208,6 +208,8 @@ def _facts(detail: Detail, now: datetime, window: str) -> dict[str, Any]:
         "key": detail.listed.key,
         "where": detail.listed.where,
         "goodput": rows.goodput(view, now),
+        "ready": rows.workers(view),
+        "ended": ended(view.raw_status),
         "recoveries": rows.recoveries(view),
         "earlier_runs": rows.earlier_runs(view),
         "risk": rows.risk(view, now, detail.commits or ()),

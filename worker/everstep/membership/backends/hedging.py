@@ -21,9 +21,8 @@ from typing import Any, TypeAlias
 UNANSWERED = 1.0  # seconds before the first look
 LOOK_SECONDS = 0.3  # for its answer: a replica that only follows has it at once
 LOOK_AGAIN = 0.5  # seconds between two looks that were answered
-FREE_LOOKS = (
-    3  # unanswered ones in a row that are repeated at once: of two replicas behind an address one may be frozen
-)
+# Unanswered ones in a row that are repeated at once: of two replicas behind an address one may be frozen.
+FREE_LOOKS = 3
 MOST_PAUSE = 4.0  # seconds between later ones
 
 Socket: TypeAlias = socket.socket
