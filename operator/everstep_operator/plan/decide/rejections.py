@@ -2,7 +2,9 @@
 
 A kubelet rejects a pod before a container runs: its devices are not healthy, its memory is taken, it restarts or shuts
 down. The scheduler does not know why, and would choose the same node again at once. No program is to blame, so nothing
-is charged and no start has failed (ADR 0036).
+is charged and no start has failed (ADR 0036). The same holds for a pod that is taken away before its container runs:
+a template that names its node, or tolerates all taints, brings the next pod to a node that is lost, tainted or short of
+memory, and without a wait one pod would follow another without an end.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def counted(now: datetime, restarts: Restarts, lost: Iterable[Loss]) -> Restarts
     """The counters after these losses. Pods that are rejected together count once."""
     # A node on which a pod did not start in time is avoided like one that rejected it. A pod without a node needs none.
     late = (loss for loss in lost if loss.cause is Cause.START_TIMEOUT and loss.node is not None)
-    rejected = [*(loss for loss in lost if loss.cause is Cause.REJECTED), *late]
+    rejected = [*(loss for loss in lost if _is_rejection(loss)), *late]
     if not rejected:
         return restarts
     before, nodes = (restarts.rejections, restarts.rejected_by) if is_remembered(now, restarts.rejected_at) else (0, ())
@@ -39,6 +41,11 @@ def counted(now: datetime, restarts: Restarts, lost: Iterable[Loss]) -> Restarts
             "rejected_by": tuple(dict.fromkeys(nodes))[:MAX_REJECTED_BY],
         }
     )
+
+
+def _is_rejection(loss: Loss) -> bool:
+    taken_away = loss.cause in (Cause.EVICTED, Cause.DISRUPTION_TARGET) and loss.unstarted and loss.node is not None
+    return loss.cause is Cause.REJECTED or loss.came_late or taken_away
 
 
 def back_off_until(restarts: Restarts, back_off: Backoff) -> datetime | None:

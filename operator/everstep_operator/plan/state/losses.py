@@ -118,6 +118,7 @@ class Loss:
         None  # a restart would be refused too, until the script is changed: see `decide.refusals`
     )
     unstarted: bool = False  # its container never began to run, so the loss shows nothing about the program
+    came_late: bool = False  # its pod came to a node that was lost already, as the next one may
 
     @property
     def charge(self) -> Charge:
@@ -178,7 +179,9 @@ def _loss_of(snapshot: Snapshot, pod: WorkerPod) -> Loss | None:
         return _loss_of_exit(pod)
     if not pod.finished and (detail := node_loss.why_lost(snapshot, pod)) is not None:
         node = snapshot.nodes.get(pod.node or "")
-        return Loss(pod.index, Cause.NODE_LOST, detail, pod.name, pod.node, at=node.changed_at if node else None)
+        late = node is not None and not has_started(pod) and node_loss.came_late(pod, node)
+        at = node.changed_at if node else None
+        return Loss(pod.index, Cause.NODE_LOST, detail, pod.name, pod.node, at=at, came_late=late)
     if pod.reason == "Evicted":
         detail = f"evicted by the kubelet{_kubelet_message(pod)}"
         return Loss(pod.index, Cause.EVICTED, detail, pod.name, pod.node, at=pod.deleted_at)

@@ -46,6 +46,13 @@ def is_lost(snapshot: Snapshot, pod: WorkerPod) -> bool:
     return why_lost(snapshot, pod) is not None
 
 
+def came_late(pod: WorkerPod, node: NodeView) -> bool:
+    """Whether the pod came to its node when that was out already. The template names the node, or tolerates all taints,
+    so the next pod may come there too."""
+    came = pod.scheduled_at or pod.created_at
+    return not node.ready and (node.changed_at is None or came is None or came >= node.changed_at)
+
+
 def until_lost(snapshot: Snapshot, pod: WorkerPod) -> timedelta | None:
     """When to look again at a worker whose node is not ready, or not seen yet; None if nothing has to be looked at."""
     if pod.node is None or pod.finished:
