@@ -19,7 +19,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FunctionType
@@ -79,6 +79,8 @@ class Points:
         self._times: dict[tuple[int, str], int] = {}
         self._lock = threading.Lock()
         self.round, self.rank, self.size = -1, -1, 0
+        # A round that grows is formed in a thread of its own, while the training thread is still in the one before.
+        self._here = threading.local()
         self.new = True  # the script says when it is not any more
         self.joined = False
         self.forming = False
@@ -90,10 +92,11 @@ class Points:
             aim = Aim(**json.loads((self._folder / "aim").read_text()))
         except FileNotFoundError:
             return
+        round_, rank, size = getattr(self._here, "forms", (self.round, self.rank, self.size))
         who = os.getpid() if isinstance(aim.who, int) else "new" if aim.who == "new" and self.new else None
-        if aim.point != point or aim.who not in (who, f"rank {self.rank}"):
+        if aim.point != point or aim.who not in (who, f"rank {rank}"):
             return
-        if self.round <= aim.after or (aim.size and self.size != aim.size):
+        if round_ <= aim.after or (aim.size and size != aim.size):
             return
         with self._lock:
             self._times[aim.number, point] = self._times.get((aim.number, point), 0) + 1
@@ -102,6 +105,15 @@ class Points:
         with contextlib.suppress(FileNotFoundError):
             (self._folder / "aim").rename(self._folder / f"taken-{aim.number}")
             self._strike(aim)
+
+    @contextlib.contextmanager
+    def forms(self, round_: Any) -> Iterator[None]:
+        """This thread forms this round."""
+        self._here.forms = round_.number, round_.rank, round_.world_size
+        try:
+            yield
+        finally:
+            del self._here.forms
 
     def _strike(self, aim: Aim) -> None:
         warm = os.getppid()
@@ -170,10 +182,10 @@ def arm(folder: Path) -> Points:
     from everstep.train.coordination.save_schedule import SaveSchedule  # noqa: PLC0415
 
     points = Points(folder)
+    wrap(points, forming, "_form", "forming", "connected")
     _know(points, Announcements, RecoverableGroup, CurrentRound, forming)
     wrap(points, Announcements, "ready", "ready", "is ready")
     wrap(points, Announcements, "coming", "coming")
-    wrap(points, forming, "_form", "forming", "connected")
     wrap(points, CurrentRound, "_join", "formed")
     wrap(points, Members, "gather", "agreeing", "agreed")
     wrap(points, broadcast, "apply", "applying", "applied")
@@ -220,9 +232,10 @@ def _know(points: Points, rounds: Any, group: Any, current: Any, forming: Any) -
             points.at("connecting")
         return gloo(*arguments)
 
-    def forms(*arguments: Any) -> Any:
+    def forms(round_: Any, *arguments: Any) -> Any:
         points.forming = True
-        return form(*arguments)
+        with points.forms(round_):
+            return form(round_, *arguments)
 
     # It stands between the session's own callers and the group, which asks whether a script called.
     inside = FunctionType(
