@@ -27,6 +27,24 @@ def test_what_has_taken_steps_is_named_and_what_is_new_is_not() -> None:
     assert moved_before({"net": net, "schedule": schedule, **state}) == ["schedule", *state]
 
 
+def test_chain_of_schedules_that_counts_nothing_itself_is_judged_by_its_parts() -> None:
+    opt = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    chain = torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ConstantLR(opt, 0.5, 3), torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)]
+    )
+    assert moved_before({"chain": chain}) == []
+    opt.step()
+    chain.step()
+    assert moved_before({"chain": chain}) == ["chain"]
+
+
+@pytest.mark.parametrize("step", [[3], None, torch.ones(2), "third"])
+def test_optimizer_that_keeps_something_else_as_its_step_is_no_error(step: object) -> None:
+    opt = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    opt.state[opt.param_groups[0]["params"][0]]["step"] = step
+    assert moved_before({"opt": opt}) == []
+
+
 def test_run_that_begins_with_a_loaded_optimizer_warns_of_it(caplog: pytest.LogCaptureFixture) -> None:
     net = torch.nn.Linear(2, 1)
     opt = torch.optim.AdamW(net.parameters())

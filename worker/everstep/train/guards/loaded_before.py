@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 TEXT = (
     "loaded before the first step: %s. They have taken steps, as if the script had loaded a file of its own; this run "
@@ -22,10 +23,22 @@ def moved_before(state: Mapping[str, Any]) -> list[str]:
 
 
 def _has_moved(value: object) -> bool:
-    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        return value.last_epoch > 0
+    if isinstance(value, LRScheduler):
+        if isinstance(last := getattr(value, "last_epoch", None), int):
+            return last > 0
+        # A `ChainedScheduler` counts nothing itself.
+        lists = [part for part in vars(value).values() if isinstance(part, list | tuple)]
+        return any(_has_moved(part) for parts in lists for part in parts if isinstance(part, LRScheduler))
     if not isinstance(value, torch.optim.Optimizer):
         return False
     # Some make a state without a step when they are made, as Adagrad does.
     states = [state for state in value.state.values() if isinstance(state, Mapping) and state]
-    return any(float(state["step"]) > 0 if "step" in state else True for state in states[:1])
+    return any(_is_above_0(state["step"]) if "step" in state else True for state in states[:1])
+
+
+def _is_above_0(step: Any) -> bool:
+    """An optimizer of the script's may keep anything under this name."""
+    try:
+        return float(step) > 0
+    except (TypeError, ValueError, RuntimeError):
+        return False
