@@ -194,6 +194,46 @@ def test_engine_that_keeps_state_of_its_own_is_refused_before_anything_is_opened
     assert not (tmp_path / "c").exists()
 
 
+def accelerate_run(folder: Path) -> Any:
+    from everstep.train.adapters.accelerate import start
+
+    accelerator, loader = prepared(4)
+    model, optimizer = net(), torch.optim.SGD(net().parameters(), lr=0.1)
+    return start(accelerator, str(folder), model=model, optimizer=optimizer, loader=loader)
+
+
+def train_epoch(run: Any) -> int:
+    taken = 0
+    for _ in run.batches():
+        run.step()
+        taken += 1
+    return taken
+
+
+def test_epochs_of_accelerate_in_a_variable_are_refused_a_second_loop(tmp_path: Path) -> None:
+    with accelerate_run(tmp_path) as run:
+        epochs = run.epochs(2)
+        assert [train_epoch(run) > 0 for _ in epochs] == [True, True]
+        for again in (epochs, enumerate(epochs), run.epochs(2)):
+            with pytest.raises(
+                everstep.LoopError, match=r"a second loop over the epochs of this run.*one loop over all"
+            ):
+                list(again)
+        assert [train_epoch(run) > 0 for _ in run.epochs(3)] == [True], "more epochs are another phase"
+    with accelerate_run(tmp_path) as run:
+        assert list(run.epochs(2)) == [], "a process that begins behind them"
+        assert [train_epoch(run) > 0 for _ in run.epochs(4)] == [True]
+
+
+def test_second_loop_over_the_batches_of_an_epoch_of_accelerate_is_refused(tmp_path: Path) -> None:
+    said = r"a second loop over the batches of epoch 0, behind step \d+.*once in the body of `for epoch in run\.epochs"
+    with accelerate_run(tmp_path) as run:
+        next(run.epochs(2))
+        train_epoch(run)
+        with pytest.raises(everstep.LoopError, match=said):
+            train_epoch(run)
+
+
 def test_loader_without_a_known_order_is_refused_by_the_accelerate_adapter() -> None:
     from everstep.train.adapters.accelerate import track
 

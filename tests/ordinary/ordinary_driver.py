@@ -196,7 +196,7 @@ def here(value: Any) -> Any:
 
 def install(findings: Findings, killer: Killer) -> None:
     """Between the script and the session, at what is public of it."""
-    track, loop, close = session.Run.track, session.Run.steps, session.Run.close
+    track, loop, close = session.Run.track, session.Run._steps, session.Run.close
     enter, leave, backward = steps.Step.__enter__, steps.Step.__exit__, torch.Tensor.backward
     once, evaluate = session.Run.once, session.Run.evaluate
     destroy = dist.destroy_process_group
@@ -256,7 +256,7 @@ def install(findings: Findings, killer: Killer) -> None:
         hold_group()  # for plain scripts, too
         destroy(*arguments, **options)
 
-    session.Run.track, session.Run.steps, session.Run.close = tracked, stepping, closed  # type: ignore[method-assign]
+    session.Run.track, session.Run._steps, session.Run.close = tracked, stepping, closed  # type: ignore[method-assign]
     session.Run.once, session.Run.evaluate = did_once, evaluating  # type: ignore[method-assign]
     steps.Step.__enter__, steps.Step.__exit__ = entered, left  # type: ignore[method-assign]
     dist.destroy_process_group = left_group

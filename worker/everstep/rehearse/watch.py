@@ -107,7 +107,7 @@ class Watch:
 
     def _wrap_run(self) -> None:
         start = session.start
-        loop, loop_over_epochs = session.Run.steps, session.Run.epochs
+        loop, loop_over_epochs = session.Run._steps, session.Run._epochs
         make = Checkpointer.__init__
         watch = self
 
@@ -123,13 +123,11 @@ class Watch:
             options["every_steps"] = watch._cadence(options.get("every_steps"))
             make(checkpointer, url, **options)
 
-        def stepping(
-            run: session.Run, loader: Any = None, *, until: int | None = None, epochs: int | None = None
-        ) -> Iterator[steps.Step]:
+        def stepping(run: session.Run, loader: Any, until: int | None, epochs: int | None) -> Iterator[steps.Step]:
             watch.run = run
             if until is not None:
                 until = min(until, watch.base + watch.limit)
-            for step in loop(run, loader, until=until, epochs=epochs):
+            for step in loop(run, loader, until, epochs):
                 yield step
                 if step.phase is steps.Phase.DONE:
                     watch.tracked = {name: value for name, value in run._state.items() if name not in RESERVED}
@@ -156,7 +154,7 @@ class Watch:
 
         replace_all(
             (everstep, "start", started), (session, "start", started), (Checkpointer, "__init__", made),
-            (session.Run, "steps", stepping), (session.Run, "epochs", over_epochs),
+            (session.Run, "_steps", stepping), (session.Run, "_epochs", over_epochs),
             (NestedLoops, "steps_left", property(steps_left)),
             (rehearsed, "look_up", lambda _: None),  # what is proved anew is not left out
             (opening, "compare_url", lambda *_: None),  # each URL is replaced here

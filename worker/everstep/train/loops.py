@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
 from everstep.checkpoint import RngState
-from everstep.contract import error_file, exit_codes, forks, refusal, refusal_output, termination
+from everstep.contract import exit_codes, forks, refusal
 from everstep.contract.stamp import Stamp
 from everstep.data.plan.assignment import World as DataWorld
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers
@@ -33,6 +33,7 @@ from everstep.train.evaluation import Evaluations
 from everstep.train.feeding.feed import Feed, feed_of
 from everstep.train.feeding.resharding import Resharding
 from everstep.train.feeding.unmanaged_loaders import UnmanagedLoaders
+from everstep.train.further_loops import FurtherLoops, TakenOnce
 from everstep.train.guards import call_mistakes, calls_before_steps, loaded_before
 from everstep.train.guards.common_samples import SAMPLES, CommonSamples
 from everstep.train.guards.comparison import rehearsed
@@ -51,8 +52,6 @@ from everstep.train.step import Phase, Step, StepScope, failed
 from everstep.train.worlds import RESERVED, FixedWorld, World
 
 log = logging.getLogger("everstep.train")
-
-MOST_FURTHER_LOOPS = 3  # that are refused by an error, which a script may catch; then the process ends
 
 
 class Loops:
@@ -86,7 +85,7 @@ class Loops:
         )  # fmt: skip
         self._mesh: Any = None
         self._requested_shape = self._shape = Shape()  # of the mesh: as the script said, and as it is in this process
-        self._loop, self._further_loops = False, 0  # whether there was one, and how often the script asked for another
+        self._loop, self._further_loops = False, FurtherLoops()  # whether there was one; those behind it
         self._resharding = Resharding(process.most if recovery is not None else None)
         self._unmanaged = UnmanagedLoaders(worlds_change=recovery is not None)
         self._goal = 0  # steps
@@ -132,6 +131,9 @@ class Loops:
         Saves as the checkpointer's policy says and after the last step. On SIGTERM every rank finishes the same step,
         the state is committed, and `Preempted` is raised (exit code 86).
         """
+        return TakenOnce(self._steps(loader, until, epochs), self._asked_again)
+
+    def _steps(self, loader: Any, until: int | None, epochs: int | None) -> Iterator[Step]:
         if self._nesting.nested:
             yield from self._steps_of_epoch(loader, until, epochs)
             return
@@ -173,6 +175,9 @@ class Loops:
         Other code in that body runs once in each process that exists then. Collectives belong into `run.evaluate(fn)`.
         See docs/how-to-convert.md.
         """
+        return TakenOnce(self._epochs(loader, epochs), self._asked_again)
+
+    def _epochs(self, loader: Any, epochs: int) -> Iterator[int]:
         if loader is None or not isinstance(epochs, int) or epochs < 0:
             raise LoopError(
                 f"epochs({loader!r}, {epochs!r}): the loader that is trained on, and the number of epochs; write "
@@ -200,6 +205,8 @@ class Loops:
         if loader is not None and not feed.is_of(loader):
             raise LoopError("steps(loader) in the loop of run.epochs(another): an epoch is one of the loader that was "
                             "passed to run.epochs()")  # fmt: skip
+        if nesting.has_begun_steps:
+            self._further_loops.refuse(self.step, self._error, in_epoch=True)
         self._script.epoch_begins(sys._getframe(1), self._datasets, first_rank=self._rank == 0)
         nesting.steps_begin()
         if not self._all_are_at(world, "the steps of the epoch"):
@@ -233,10 +240,11 @@ class Loops:
     ) -> Iterator[tuple[World, NestedLoops]]:
         """Join the world; leave it whatever happens."""
         if self._loop:
-            self._refuse_further_loop()
+            self._further_loops.refuse(self.step, self._error)
         self._ask(calls_before_steps.loop(loader, until, epochs, nested=nested), sys._getframe(1))
         with refused_end.remembered():
             feed, world = self._join_world(loader, nested)
+        self._further_loops.first_step = self.step
         self._goal = until if until is not None else (epochs or 0) * len(feed or ())  # as cut in the run that goes on
         if self._rank == 0 and 0 < self._goal <= self.step:
             log.warning("the run is complete already: its commit has %d steps, of %d", self.step, self._goal)
@@ -262,32 +270,14 @@ class Loops:
                 self._untracked_check.close()
                 self._coordinator.leave()
 
-    def _refuse_further_loop(self) -> NoReturn:
-        """The script asks for a loop again. One that catches that too, in a loop of its own, would ask for ever."""
-        self._further_loops += 1
-        error = self._ended_by or (self._taken.error if self._taken is not None else None)
-        if error is None:
-            refused = LoopError(
-                "steps() was called before in this run; one loop over all steps is what can be resumed. For a loop "
-                "over epochs with a loop over steps in it: `for epoch in run.epochs(loader, 10):`, and in it `for step "
-                "in run.steps():`"
-            )
-        else:
-            refused = LoopError(
-                f"steps() is called again, after the loop was ended in step {self.step} by an error that the script "
-                f"has caught: {type(error).__name__}: {error}. A run has one loop, and what a step that raises has "
-                "changed is not whole. Take the `try` around the loop away: the launcher starts the process again, "
-                "from the last commit. To leave a bad batch out, test for it inside the block, and decide on all ranks "
-                "alike",
-                certain=refusal.find(error) is not None,
-            )
-            refused.__cause__ = error
-        if self._further_loops == MOST_FURTHER_LOOPS:
-            error_file.write(refused)
-            termination.write_error(refused)
-            refusal_output.show(refused)
-            raise SystemExit(1) from refused
-        raise refused
+    def _asked_again(self, parts: int | None) -> None:
+        """An iterator of this run is asked again: see `TakenOnce`."""
+        self._further_loops.asked_again(self.step, self._error, parts, is_over=self.step >= self._goal)
+
+    @property
+    def _error(self) -> BaseException | None:
+        """The error that ended the loop, or the newest step."""
+        return self._ended_by or (self._taken.error if self._taken is not None else None)
 
     def _begin_step(self, world: World) -> Step:
         rank = world.step_begins()

@@ -55,6 +55,7 @@ class NestedLoops:
         self.arrives_at: str | None = None
         self.moved = False  # whether the state is at another place than the script's frames
         self.in_steps = False  # whether the script's inner loop runs
+        self.has_begun_steps = False  # whether it has begun in this epoch of the script's outer loop
 
     @property
     def nested(self) -> bool:
@@ -91,7 +92,7 @@ class NestedLoops:
     def epoch(self) -> int:
         """The epoch that the outer loop begins, or goes on in, with the state that is there now."""
         assert self._spot is not None
-        self._epoch, self._evaluations, self.moved = self._spot.epoch, 0, False
+        self._epoch, self._evaluations, self.moved, self.has_begun_steps = self._spot.epoch, 0, False, False
         self._keep()
         return self._spot.epoch
 
@@ -109,7 +110,7 @@ class NestedLoops:
 
     def steps_begin(self) -> None:
         assert self._spot is not None
-        self.in_steps = True
+        self.in_steps = self.has_begun_steps = True
         if self._target >= STEPS and self.steps_left:
             self._put_back()  # the code before the steps has changed these objects a second time
             self._target = 0

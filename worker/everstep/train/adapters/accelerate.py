@@ -17,13 +17,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.nn import SyncBatchNorm
 
 from everstep.checkpoint import Checkpointer, SettingUnusable, StateMismatch
 from everstep.contract import refusal
 from everstep.data import ElasticLoader
+from everstep.recovery.errors import LoopError
 from everstep.recovery.state.switches import SWITCHES, Switches
 from everstep.train import refused_end
 from everstep.train.adapters import missing
@@ -32,6 +33,7 @@ from everstep.train.adapters.rank_checks import RankChecks
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import figures
 from everstep.train.feeding.feed import say_global_batch
+from everstep.train.further_loops import TakenOnce
 from everstep.train.guards.common_samples import SAMPLES
 
 try:
@@ -135,6 +137,8 @@ class Run:
         self._rng = state["rng"]
         self._in_hand: Any = None
         self._total: int | None = None
+        self._until = 0  # epochs: the most that a loop of the script's was over
+        self._is_epoch_taken = False  # whether the script has got all batches of its loop's present epoch
         self._closed = False
         self._checks = RankChecks(coordinator, "start", compares=compare_samples)
         state[SAMPLES] = self._checks.samples
@@ -154,6 +158,7 @@ class Run:
                 accelerated.batch_advice(processes),
             )  # fmt: skip
         coordinator.watch()
+        self._first_epoch = self._data.epoch
 
     @property
     def completed(self) -> int:
@@ -167,25 +172,49 @@ class Run:
     def epochs(self, until: int) -> Iterator[int]:
         """The remaining epochs, until `until` are done. A resumed epoch comes again with its remaining batches. It may
         have none, if the commit was made at its end."""
+        return TakenOnce(self._epochs(until), self._asked_again)
+
+    def _epochs(self, until: int) -> Iterator[int]:
+        if until <= self._until:
+            self._refuse_second_loop()
+        self._until = until
         per_step = 1 if isinstance(self._data, ElasticLoader) else self._accelerator.gradient_accumulation_steps
         self._total = until * math.ceil(len(self._data) / per_step)
         while self._data.epoch < until:
-            epoch = self._data.epoch
+            epoch, self._is_epoch_taken = self._data.epoch, False
             yield epoch
             if isinstance(self._data, Position):
                 self._data.next_epoch()
             elif self._data.epoch == epoch:
                 raise SettingUnusable(f"epoch {epoch} was left before its end: take all of run.batches()")
 
+    def _asked_again(self, parts: int | None) -> None:
+        """An iterator over epochs is asked again: see `TakenOnce`."""
+        if parts is None or not (parts > 1 or self._first_epoch):
+            self._refuse_second_loop()
+
+    def _refuse_second_loop(self) -> NoReturn:
+        raise LoopError(
+            f"a second loop over the epochs of this run, behind step {self.completed}: it would train nothing. Write "
+            "one loop over all of them, `for epoch in run.epochs(10):`; for phases, one that decides by `epoch`"
+        )
+
     def batches(self) -> Iterator[Any]:
         """The remaining batches of the present epoch, on the accelerator's device. An `ElasticLoader` yields its
         `Batch`es."""
+        if self._is_epoch_taken:
+            raise LoopError(
+                f"a second loop over the batches of epoch {self.epoch}, behind step {self.completed}: the first takes "
+                "all of them. Write `for batch in run.batches():`, or `run.train(fn)`, once in the body of `for epoch "
+                "in run.epochs(10):`, with all of a step's work in it"
+            )
         if isinstance(self._data, Position):
             yield from self._data.rest()
-            return
-        for batch in self._data:
-            self._in_hand = replace(batch, data=send_to_device(batch.data, self._accelerator.device))
-            yield self._in_hand
+        else:
+            for batch in self._data:
+                self._in_hand = replace(batch, data=send_to_device(batch.data, self._accelerator.device))
+                yield self._in_hand
+        self._is_epoch_taken = self._until > 0
 
     def train(self, fn: Callable[[Any], Any]) -> None:
         """Call `fn` with each of `batches`. If it returns a mapping, that is logged."""

@@ -34,6 +34,7 @@ from everstep.train.adapters.order import known_order
 from everstep.train.adapters.own_loop import OwnLoop
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import figures
+from everstep.train.further_loops import TakenOnce
 from everstep.train.process_place import take_place
 from everstep.train.session import Run, strict_by_environment
 
@@ -51,6 +52,9 @@ class Session(Run):
     @property
     def epoch(self) -> int:
         return self._feed.epoch if self._feed is not None else 0
+
+    def taken_once(self, epochs: Iterator[int]) -> Iterator[int]:
+        return TakenOnce(epochs, self._asked_again)
 
     def taken(self, loader: Any, micros: int, *, compare_samples: bool) -> TakenOver:
         try:
@@ -143,6 +147,9 @@ class Prepared:
 
     def epochs(self, until: int) -> Iterator[int]:
         """The remaining epochs, until `until` are done."""
+        return self._session.taken_once(self._epochs(until))
+
+    def _epochs(self, until: int) -> Iterator[int]:
         try:
             for epoch in self._session.epochs(self._loader, until):
                 yield epoch

@@ -21,6 +21,7 @@ import torch
 
 from everstep.recovery.errors import LoopError
 from everstep.torch_private.modules import buffers_of, parameters_of, unsaved_of
+from everstep.train.further_loops import TakenOnce
 from everstep.train.guards import script_rules
 from everstep.train.guards.carried_names import Carried, Reader
 from everstep.train.guards.script_objects import Name, is_script, value_of, variables
@@ -45,7 +46,6 @@ DROPPED = (
     "lacks after a loss. Let them be written: logging.getLogger('everstep.train').addHandler(logging.StreamHandler()), "
     "and no logging.disable()"
 )
-_OURS = str(Path(__file__).parents[1])  # where the session's generators are
 NAMED = 12  # names in one text
 
 
@@ -229,7 +229,7 @@ def _only_shows(value: Any, covered: Covered) -> bool:
 
 
 def _is_held(value: Any, covered: Covered) -> bool:
-    if isinstance(value, types.GeneratorType) and value.gi_code.co_filename.startswith(_OURS):
+    if isinstance(value, TakenOnce):
         return True  # `next` takes a step from it
     if value is None or isinstance(value, bool | int | float | str):
         return False
