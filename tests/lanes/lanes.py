@@ -80,7 +80,7 @@ LANES = {
     ),
     "long-nodes": Lane(("cluster", "e2e"), ("-m", "long and kind and not alone"), 2, BY_TEST, WHOLE_LIMIT, NODES),
     "long-alone": Lane(
-        ("cluster", "e2e"), ("-m", "long and kind and alone"), 1, (), WHOLE_LIMIT, (*NODES, "monitoring kinds")
+        ("cluster", "e2e"), ("-m", "long and kind and alone"), 1, (), WHOLE_LIMIT, (*NODES, "monitoring kinds", "kueue")
     ),
 }  # fmt: skip
 

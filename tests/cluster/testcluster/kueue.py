@@ -15,6 +15,7 @@ from pathlib import Path
 from testcluster import programs
 from testcluster.controlplane import ControlPlane
 from testcluster.daemon import Daemon, free_ports
+from testcluster.handle import Cluster
 from testcluster.proc import run
 
 GATES = {"VisibilityOnDemand": False, "ElasticJobsViaWorkloadSlices": True}
@@ -25,7 +26,7 @@ SERVED = 30.0  # seconds until new kinds are served
 class Kueue:
     """`frameworks`: the kinds whose workloads another controller makes, as `TrainingJob.v1alpha1.everstep.dev`."""
 
-    def __init__(self, plane: ControlPlane, folder: Path, frameworks: tuple[str, ...]) -> None:
+    def __init__(self, plane: ControlPlane | Cluster, folder: Path, frameworks: tuple[str, ...]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._plane, self._folder = plane, folder
         self._health, webhook = free_ports(2)

@@ -27,11 +27,22 @@ class Queue:
             done = self.plane.kubectl("apply", "--server-side", "-f", "-", input=json.dumps(body))
             assert done.returncode == 0, done.stderr
 
+    def delete(self, name: str) -> None:
+        """A Workload."""
+        done = self.plane.kubectl("delete", "workload", name, "-n", self.namespace)
+        assert done.returncode == 0, done.stderr
+
     def workload(
-        self, name: str, count: int, least: int | None = None, priority: int = 0, annotations: Mapping[str, str] = {}
+        self,
+        name: str,
+        count: int,
+        least: int | None = None,
+        priority: int = 0,
+        annotations: Mapping[str, str] = {},
+        cpu: str = "1",
     ) -> dict[str, Any]:
-        """Of workers that ask for one CPU each."""
-        container = {"name": "worker", "image": "train:1", "resources": {"requests": {"cpu": "1"}}}
+        """Of workers that ask for so many CPUs each."""
+        container = {"name": "worker", "image": "train:1", "resources": {"requests": {"cpu": cpu}}}
         pod_set = {
             "name": "main", "count": count, **({"minCount": least} if least else {}),
             "template": {"spec": {"containers": [container], "restartPolicy": "Never"}},
@@ -92,11 +103,16 @@ class Queue:
             time.sleep(0.1)
 
 
-def make_queue(plane: Any, server: Kueue, namespace: str, cpus: int, strategy: str = "BestEffortFIFO") -> Queue:
-    """A queue named `queue` in a namespace that exists, with so many CPUs on nodes with the label `pool`."""
+def make_queue(
+    plane: Any, server: Kueue, namespace: str, cpus: int | str, strategy: str = "BestEffortFIFO", memory: str = ""
+) -> Queue:
+    """A queue named `queue` in a namespace that exists, with so many CPUs on nodes with the label `pool`, and so much
+    memory, where pods ask for it."""
     queue = Queue(plane, server, namespace)
     selector = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
-    quota = {"name": namespace, "resources": [{"name": "cpu", "nominalQuota": cpus}]}
+    resources = [{"name": "cpu", "nominalQuota": cpus}]
+    resources += [{"name": "memory", "nominalQuota": memory}] if memory else []
+    quota = {"name": namespace, "resources": resources}
     queue.apply(
         {
             "apiVersion": GROUP, "kind": "ResourceFlavor", "metadata": {"name": namespace},
@@ -107,7 +123,7 @@ def make_queue(plane: Any, server: Kueue, namespace: str, cpus: int, strategy: s
             "spec": {
                 "queueingStrategy": strategy, "namespaceSelector": selector,
                 "preemption": {"withinClusterQueue": "LowerPriority"},
-                "resourceGroups": [{"coveredResources": ["cpu"], "flavors": [quota]}],
+                "resourceGroups": [{"coveredResources": [r["name"] for r in resources], "flavors": [quota]}],
             },
         },
         {
