@@ -120,6 +120,7 @@ class Operator:
         self.queue: WorkQueue[Key] = WorkQueue(clock, rng, on_wait=metrics.queue_wait)
         expectations: Expectations[Key] = Expectations()
         require = self.elector.require
+        clients.guard(require)
         self.rounds = RoundRegistry(
             RoundDocuments(clients.rounds, JOBS, require_leading=require),
             clock=clock,

@@ -52,6 +52,7 @@ from everstep_operator.kube.service_account import TokenFile
 from everstep_operator.kube.transport import ClientLimits, HttpKubeClient
 from everstep_operator.main import JOBS
 from everstep_operator.page.reviews import ACCESS_REVIEWS
+from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.telemetry.metrics import RESOURCES, VERBS, Metrics
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -212,6 +213,32 @@ async def test_create_is_sent_once_after_500_but_again_after_429(client: HttpKub
     server.script = [status(429), web.json_response(pod("a"), status=201)]
     await client.create(PODS, "ns", pod("a"))
     assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("verb", ["create", "patch", "delete"])
+async def test_write_is_not_sent_again_by_a_replica_that_may_not_write_any_more(
+    verb: str, client: HttpKubeClient, server: Server
+) -> None:
+    """A replaced leader that was frozen between two tries: its delete and its create name no version, so the server
+    would take them."""
+    may = iter([True, False])
+
+    def check() -> None:
+        if not next(may):
+            raise NotLeading("another replica leads")
+
+    client.guard(check)
+    server.script = [status(429), web.json_response(pod("a"))]
+    with pytest.raises(NotLeading):
+        match verb:
+            case "create":
+                await client.create(PODS, "ns", pod("a"))
+            case "patch":
+                await client.merge_patch(PODS, "ns", "a", {})
+            case _:
+                await client.delete(PODS, "ns", "a", uid="u")
+    assert len(server.requests) == 1
+    assert (await client.get(PODS, "ns", "a")).metadata.name == "a", "it may still read"
 
 
 async def test_delete_is_repeated_only_when_bound_to_a_uid(client: HttpKubeClient, server: Server) -> None:

@@ -8,7 +8,7 @@ which has a bound in time instead.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -37,6 +37,12 @@ class Clients:
     def sharing(cls, client: KubeClient) -> Clients:
         """One client for everything: for an API server in memory, which has no connections to wait for."""
         return cls(client, client, client, client, client, client)
+
+    def guard(self, may_write: Callable[[], object]) -> None:
+        """What writes for a leader asks `may_write` before each try. An API server in memory is never tried again."""
+        for client in (self.rounds, self.jobs):
+            if isinstance(client, HttpKubeClient):
+                client.guard(may_write)
 
 
 @asynccontextmanager

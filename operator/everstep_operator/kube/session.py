@@ -12,7 +12,7 @@ import asyncio
 import json
 import ssl
 import urllib.request
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,8 @@ READ_BUFFER = 2**21  # bytes of an answer that wait for their reader: a watch se
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request. `total` bounds the whole exchange in seconds, `connect` the TCP and TLS handshakes."""
+    """A request. `total` bounds the whole exchange in seconds, `connect` the TCP and TLS handshakes. `check` is called
+    right before it is sent, each time, and raises if it must not be."""
 
     method: str
     path: str
@@ -45,6 +46,7 @@ class Request:
     accept: str = "application/json"
     total: float = 30.0
     connect: float = 5.0
+    check: Callable[[], object] = lambda: None
 
 
 @dataclass(slots=True)
@@ -169,6 +171,7 @@ async def _call(used: _Generation, request: Request) -> aiohttp.ClientResponse:
     if authorization := await access.authorization():
         headers["Authorization"] = authorization
     query = f"?{urlencode(request.query)}" if request.query else ""
+    request.check()
     return await used.http.request(
         request.method,
         URL(f"{access.server}{request.path}{query}", encoded=True),

@@ -80,6 +80,13 @@ class HttpKubeClient:
         self._limits = limits
         self._rng = rng
         self._sleep = sleep
+        self._may_write: Callable[[], object] = lambda: None
+
+    def guard(self, may_write: Callable[[], object]) -> None:
+        """From now on `may_write()` is called right before a create, a patch or a delete is sent, the first time and
+        again, and raises if it must not be. The caller's own check is not enough: between two tries another replica may
+        have begun to lead."""
+        self._may_write = may_write
 
     async def __aenter__(self) -> "HttpKubeClient":
         return self
@@ -230,7 +237,7 @@ class HttpKubeClient:
             ),
         }
         operation = _operation("delete", resource, namespace, name)
-        request = Request("DELETE", resource.path(namespace, name), operation, body=body)
+        request = Request("DELETE", resource.path(namespace, name), operation, body=body, check=self._may_write)
         await self._exchange(request, idempotent=uid is not None)
 
     async def review_token(self, token: str, audiences: Sequence[str]) -> TokenReview:
@@ -263,7 +270,7 @@ class HttpKubeClient:
         body: Mapping[str, Any],
         content_type: str = "application/json",
     ) -> T:
-        request = Request(method, path, operation, body=body, content_type=content_type)
+        request = Request(method, path, operation, body=body, content_type=content_type, check=self._may_write)
         return decode_object(resource.struct, await self._exchange(request, idempotent=False), operation)
 
     async def _exchange(self, request: Request, *, idempotent: bool) -> bytes:

@@ -8,14 +8,15 @@ process that was stopped finds its leadership over when it continues (failure mo
 docs/operations/failure-modes.md). Every acquisition raises `leaseTransitions`, even by the same replica: that number is
 the epoch. This follows client-go's `leaderelection`, which raises the number only when the holder changes.
 
-There are two exceptions, in which a leader is replaced sooner. Both need a second sign, from `health`, so a leader that
-reaches the API server goes on renewing, and is never replaced. Safety does not depend on them, because each write of a
-leader is a compare-and-swap (ADR 0009).
+There are two exceptions, in which a leader is replaced before `duration` is over. Both need a second sign, from
+`health`, so a leader that reaches the API server goes on renewing, and is never replaced.
 
-- It is `GONE` and has not renewed for `silent` seconds: its machine is lost or cut off, so it cannot write.
-- It is `STILL`, which means that its process has answered nothing for a while, and it has not renewed for `unanswered`
-  seconds: the process is frozen. It may thaw before its `renew_deadline`. So a term also ends when the process of its
-  leader has stood still for `STILL` seconds, which is less than an answer is waited for (ADR 0074).
+- It is `STILL`, which means that its process has answered nothing for a while: the process is frozen, or its answers are
+  lost. It is replaced after `unanswered` seconds without a renewal, which is not less than `renew_deadline`: the
+  argument above holds, whatever `health` says. Its agents could not renew at it either, so a term also ends when the
+  process of its leader has stood still for `STILL` seconds: the next one gives each of them another lease (ADR 0074).
+- It is `GONE`, and has not renewed for `silent` seconds: its machine is lost or cut off, so it cannot write. This is
+  less than `renew_deadline`. If it is wrong, what is a compare-and-swap is safe all the same (ADR 0009).
 
 If somebody deletes the Lease, only a replica that never saw it takes over sooner.
 
@@ -50,24 +51,24 @@ class LeaseTiming:
     after so long without a renewal a leader that is gone, or whose process stands still, is replaced."""
 
     duration: int = 6
-    renew_deadline: float = 4.0
+    renew_deadline: float = 3.2  # two requests of 1.5 s in a row
     retry: float = 1.0
     silent: float = 2.0
-    unanswered: float = 3.0
+    unanswered: float = 3.2
 
     def __post_init__(self) -> None:
         if not 0 < self.retry < self.renew_deadline < self.duration:
             raise ValueError(f"a Lease needs 0 < retry < renew_deadline < duration, got {self}")
         if not self.retry < self.silent <= self.duration:
             raise ValueError(f"a Lease needs retry < silent <= duration, got {self}")
-        if not self.silent <= self.unanswered <= self.duration:
-            raise ValueError(f"a Lease needs silent <= unanswered <= duration, got {self}")
+        if not self.renew_deadline <= self.unanswered <= self.duration:
+            raise ValueError(f"a Lease needs renew_deadline <= unanswered <= duration, got {self}")
 
     @classmethod
     def of(cls, seconds: int) -> "LeaseTiming":
         """The timing of a Lease that lasts so many seconds."""
         sixth = seconds / 6
-        return cls(seconds, renew_deadline=4 * sixth, retry=sixth, silent=2 * sixth, unanswered=3 * sixth)
+        return cls(seconds, renew_deadline=3.2 * sixth, retry=sixth, silent=2 * sixth, unanswered=3.2 * sixth)
 
 
 @dataclass(frozen=True, slots=True)
