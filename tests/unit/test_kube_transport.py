@@ -229,14 +229,13 @@ async def test_write_is_not_sent_again_by_a_replica_that_may_not_write_any_more(
 
     client.guard(check)
     server.script = [status(429), web.json_response(pod("a"))]
+    write = {
+        "create": lambda: client.create(PODS, "ns", pod("a")),
+        "patch": lambda: client.merge_patch(PODS, "ns", "a", {}),
+        "delete": lambda: client.delete(PODS, "ns", "a", uid="u"),
+    }[verb]
     with pytest.raises(NotLeading):
-        match verb:
-            case "create":
-                await client.create(PODS, "ns", pod("a"))
-            case "patch":
-                await client.merge_patch(PODS, "ns", "a", {})
-            case _:
-                await client.delete(PODS, "ns", "a", uid="u")
+        await write()
     assert len(server.requests) == 1
     assert (await client.get(PODS, "ns", "a")).metadata.name == "a", "it may still read"
 

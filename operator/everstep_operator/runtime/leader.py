@@ -11,8 +11,8 @@ the epoch. This follows client-go's `leaderelection`, which raises the number on
 There are two exceptions, in which a leader is replaced before `duration` is over. Both need a second sign, from
 `health`, so a leader that reaches the API server goes on renewing, and is never replaced.
 
-- It is `STILL`, which means that its process has answered nothing for a while: the process is frozen, or its answers are
-  lost. It is replaced after `unanswered` seconds without a renewal, which is not less than `renew_deadline`: the
+- It is `STILL`, which means that its process has answered nothing for a while: the process is frozen, or its answers
+  are lost. It is replaced after `unanswered` seconds without a renewal, which is not less than `renew_deadline`: the
   argument above holds, whatever `health` says. Its agents could not renew at it either, so a term also ends when the
   process of its leader has stood still for `STILL` seconds: the next one gives each of them another lease (ADR 0074).
 - It is `GONE`, and has not renewed for `silent` seconds: its machine is lost or cut off, so it cannot write. This is

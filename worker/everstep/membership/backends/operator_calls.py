@@ -43,7 +43,13 @@ from everstep.contract import env
 from everstep.contract.addresses import host_and_port
 from everstep.contract.messages import is_refusal, words
 from everstep.contract.rounds import LEADER_HEADER
-from everstep.membership.backends.hedging import LOOK_SECONDS, AnsweredLater, meanwhile, wait_for_answer
+from everstep.membership.backends.hedging import (
+    LOOK_SECONDS,
+    AnsweredLater,
+    handshake_seconds,
+    meanwhile,
+    wait_for_answer,
+)
 from everstep.membership.backends.sockets import PooledClient, brief
 from everstep.membership.errors import StoreRefused, StoreUnavailable
 from everstep.membership.peers.probe import connect
@@ -102,7 +108,7 @@ class _Opening(OpensItself):
             raise ConnectTimeoutError(mine, f"no connection to {mine.host}:{mine.port}: {e.strerror}") from e
         except OSError as e:
             raise NewConnectionError(mine, f"no connection to {mine.host}:{mine.port}: {e.strerror}") from e
-        made.settimeout(max(mine.timeout, self.answer_seconds))
+        made.settimeout(max(mine.timeout, handshake_seconds(self.answer_seconds)))
         return made
 
 
