@@ -130,6 +130,42 @@ def test_training_by_the_order_of_a_set_is_found_unless_the_hash_seed_is_fixed(
     assert kinds == ([] if seed else [("chance", True)])
 
 
+BY_NEXT = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import everstep
+
+torch.manual_seed(0)
+dataset = torch.utils.data.TensorDataset(torch.randn(200, 8))
+run = everstep.start("{commits}", every_steps=100)
+model = DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+run.track(model=model, optimizer=optimizer)
+steps = run.steps(run.loader(dataset, global_batch=12), until={until})
+while run.step < 300:
+    with next(steps) as batch:
+        batch.scale(model(batch.data[0]).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("until", "code"),
+    [
+        pytest.param(300, 0, id="as-many-as-it-takes"),
+        pytest.param(12, 1, id="fewer-than-it-takes", marks=pytest.mark.long),
+    ],
+)
+def test_loop_that_takes_its_steps_by_next_ends_where_the_rehearsal_does(folder: Path, until: int, code: int) -> None:
+    """It asks for more steps than are rehearsed. One that asks for more than it has itself is wrong."""
+    (folder / "train.py").write_text(BY_NEXT.format(until=until, commits=folder.parent / "real-commits"))
+    done = play(folder, "--steps", "12", "--kill", "all", seconds=200, report="report.json")
+    assert done.code == code, done.shown
+    assert ("StopIteration" in done.shown) == bool(code)
+
+
 @pytest.mark.long
 def test_script_whose_calm_runs_differ_can_be_judged_by_no_kill(folder: Path) -> None:
     draws = "import os\ntorch.manual_seed(0)\nnoise = int.from_bytes(os.urandom(2), 'big')"

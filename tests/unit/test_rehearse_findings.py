@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from everstep.rehearse import remedies
 from everstep.rehearse.findings import Finding, Kind, find, left_out, unread
 from everstep.rehearse.plan import (
     AUTO,
@@ -31,6 +32,7 @@ from everstep.rehearse.record import BUFFERS, DIGEST, NUMBER, OWN, UNCONVERTED, 
 from everstep.rehearse.repeated_errors import RepeatedErrors
 from everstep.rehearse.tracked_values import digests
 from everstep.rehearse.watch import kept_by_loaders, samples
+from everstep.rehearse.written import Written
 from everstep.train.guards import common_samples, contents
 
 RANKS, STEPS = 2, 16
@@ -548,6 +550,39 @@ def test_running_statistics_alone_are_a_warning_and_parameters_behind_them_are_f
     assert not finding.certain
     later = change(apart, 12, tracked={"model": "n", f"{BUFFERS}model": "t"})
     assert (only([calm_run, later]).kind, only([calm_run, later]).step) == (Kind.TRACKED, 12)
+
+
+def test_file_that_differs_beside_running_statistics_may_do_so_by_them() -> None:
+    """With the usual advice a newcomer looked for state of a step that there was not."""
+    file = {"best.pt": Written(1, "a")}
+    of_calm = {"tracked": {"model": "m", f"{BUFFERS}model": "s"}}
+    calm_run, again = (replace(change(run, 1, **of_calm), files=file) for run in (CALM, played(AGAIN, 0)))
+    apart = change(replace(change(played(RANK), 1, **of_calm), files={"best.pt": Written(1, "b", loaded=True)}), 8,
+                   tracked={"model": "m", f"{BUFFERS}model": "t"})  # fmt: skip
+    statistics, file_of_it = find([calm_run, again, apart])
+    assert (statistics.kind, file_of_it.kind) == (Kind.BUFFERS, Kind.WRITTEN)
+    assert file_of_it.text.endswith(remedies.BY_STATISTICS)
+    alone = change(replace(played(RANK), files={"best.pt": Written(1, "b", loaded=True)}), 1, **of_calm)
+    assert only([calm_run, again, alone]).text.endswith(remedies.OTHERWISE)
+
+
+def test_line_that_declares_values_has_all_of_them() -> None:
+    """It named six, and the next rehearsal warned of the others."""
+    names = {f"top{n}.sum": str(n) for n in range(remedies.MOST_NAMED + 3)}
+    calm_run, apart = (
+        replace(run, steps={key: replace(r, held={name: f"{v}{key[1]}{text}" for name, v in names.items()})
+                            for key, r in run.steps.items()})
+        for run, text in ((CALM, "a"), (played(RANK), "b"))
+    )  # fmt: skip
+    text = only([calm_run, apart]).text
+    assert text.count(" is ") >= remedies.MOST_NAMED
+    assert "and 3 more" in text
+    assert all(repr(name) in text.partition("run.untracked(")[2] for name in names)
+
+
+def test_error_without_a_text_ends_with_no_colon() -> None:
+    run = replace(CALM, code=1, log="12:00:00.000 everstep-run: rank 1: exit code 1: StopIteration:\n")
+    assert "StopIteration. It had taken all" in only([run]).text
 
 
 def test_runs_that_end_with_an_error_of_other_ranks_are_one_finding() -> None:

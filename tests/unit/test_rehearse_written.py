@@ -115,6 +115,15 @@ def test_of_long_lines_the_part_that_differs_is_shown() -> None:
     assert max(map(len, found[1].split("'"))) <= MOST_CHARACTERS + 2
 
 
+def test_of_long_lines_numbers_that_differ_by_chance_do_not_choose_the_part() -> None:
+    line = f"Epoch: [2][3/3] Time {{time}} {'Data 0.159 ' * 9}Loss 2.4198 ({{loss}})"
+    calm, again, here = ({0: [line.format(time=t, loss=x)]} for t, x in (("0.1", "1"), ("0.2", "1"), ("0.3", "8")))
+    found = differing_prints(calm, again, here, ())
+    assert found is not None
+    assert "(8)" in found[1].partition(", and ")[0]
+    assert "(1)" in found[1].partition(", and ")[2]
+
+
 def test_files_are_read_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(written, "TEXT_BYTES", 20)
     monkeypatch.setattr(written, "WHOLE_BYTES", 40)

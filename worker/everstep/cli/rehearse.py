@@ -227,7 +227,7 @@ def _play(player: Player, first: Scenario, rest: Callable[[Played], list[Scenari
         def ended(run: Played) -> None:
             runs.append(run)
             if not bar.console.is_terminal:
-                say_error(f"{run.scenario.title}: {run.last} steps in {run.seconds:.0f} s")
+                say_error(f"{run.scenario.title}: {run.last} step{'' if run.last == 1 else 's'} in {run.seconds:.0f} s")
 
         ended(play(first))
         if compare.find(runs):

@@ -67,19 +67,28 @@ def main() -> None:
     FileState(watch, folder).install()
     begun = files_of_arguments(given.arguments)
     try:
-        run_script(given.script, given.arguments)
-    except SystemExit as e:
-        if e.code not in (None, 0):
-            raise
-    except ModuleNotFoundError as e:
-        if e.name == "horovod":
-            raise SystemExit(f"everstep rehearse: the script imports horovod: {remedy('everstep-horovod')}") from e
-        raise
+        _run(given.script, given.arguments, watch)
     finally:
         with contextlib.suppress(OSError):  # a file that is gone: then there is no stamp
             stamp.note(folder, program_of_process(), begun)
             note_unconverted(folder, {given.script, *loaded_files()})
     end()
+
+
+def _run(script: str, arguments: list[str], watch: Watch) -> None:
+    """Raises what the script ends with, if that is an error."""
+    try:
+        run_script(script, arguments)
+    except SystemExit as e:
+        if e.code not in (None, 0):
+            raise
+    except StopIteration:  # `while run.step < 1000: with next(steps)`: it asks for more steps than are rehearsed
+        if watch.run is None or not watch.is_cut or not watch.ends(watch.run):
+            raise
+    except ModuleNotFoundError as e:
+        if e.name == "horovod":
+            raise SystemExit(f"everstep rehearse: the script imports horovod: {remedy('everstep-horovod')}") from e
+        raise
 
 
 def _offer_horovod() -> None:

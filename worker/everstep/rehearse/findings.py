@@ -108,7 +108,8 @@ def find(runs: list[Played]) -> list[Finding]:
             mine += [_lost_otherwise(run)] if not any(one.certain for one in mine) else []
         if again is not None and not run.scenario.resized:
             mine += _in_heap(calm, again, run, {name for one in mine for name in one.names})
-            mine += _written(calm, again, run) if not any(one.certain for one in mine) else []
+            statistics = any(one.kind is Kind.BUFFERS for one in mine)
+            mine += _written(calm, again, run, statistics) if not any(one.certain for one in mine) else []
         found += mine
     found += [one for pair in _live_pairs(runs) for one in _went_on_otherwise(calm, *pair, chance)]
     return sorted(_joined(found), key=lambda f: (not f.certain, f.kind == Kind.CHANCE))
@@ -324,7 +325,7 @@ def _last_line(run: Played) -> str:
     printed = [line.strip() for line in lines if not _STAMP.match(line)]
     if printed and _CODE_ALONE.fullmatch(last):
         last += f", behind the line: {printed[-1]}"
-    return last[:300]
+    return last[:300].rstrip(": ")  # of an error without a text
 
 
 def _went_on(run: Played) -> bool:
@@ -546,9 +547,10 @@ def _causes(held: Differing, step: int, run: Played) -> tuple[Differing, str]:
     return causes, f". Before it, or with it, from step {first} on, {_values(causes)}. {remedies.of(run, causes)}"
 
 
-def _written(calm: Played, again: Played, run: Played) -> list[Finding]:
-    """What files and printed lines differ in, by file."""
+def _written(calm: Played, again: Played, run: Played, statistics: bool) -> list[Finding]:
+    """What files and printed lines differ in, by file. `statistics`: running statistics differ too, and may be why."""
     title = (run.scenario.title,)
+    otherwise = remedies.BY_STATISTICS if statistics else remedies.OTHERWISE
     found = []
     for name, text in differing_files(calm.files, again.files, run.files).items():
         advice = (
@@ -556,13 +558,13 @@ def _written(calm: Played, again: Played, run: Played) -> list[Finding]:
             if (" twice" in text or " times" in text)
             else remedies.MISSED
             if "missing" in text
-            else remedies.OTHERWISE
+            else otherwise
         )
         advice = remedies.BYTES if text == "has other bytes" else advice
         found.append(Finding(Kind.WRITTEN, title, f"{name} {text}. {advice}", names=(name,)))
     killed = {kill.step for kill in run.scenario.kills if 0 in kill.ranks}
     if (other := differing_prints(calm.printed, again.printed, run.printed, killed)) is not None:
-        found.append(Finding(Kind.WRITTEN, title, f"{other[1]}. {remedies.OTHERWISE}", other[0], (STDOUT,)))
+        found.append(Finding(Kind.WRITTEN, title, f"{other[1]}. {otherwise}", other[0], (STDOUT,)))
     return found
 
 

@@ -8,6 +8,7 @@ from everstep.rehearse.play import Played
 from everstep.train.guards.remedies import of_tensors
 
 MOST_NAMED = 6  # values
+MOST_DECLARED = 40  # values of one line to be copied: each that is left out is a warning of the next rehearsal
 ALIKE = (  # the rest of the advice on running statistics
     "For the same bits write behind the step's last backward(), for each buffer in model.module.buffers(): "
     "`if buffer.is_floating_point(): dist.all_reduce(buffer); buffer /= run.world_size`"
@@ -43,6 +44,10 @@ MISSED = (
     "next rank 0 write it"
 )
 OTHERWISE = "It was made from what a new process has not: track that, or compute it anew in each step"
+BY_STATISTICS = (
+    "It may be by the running statistics that differ, which are named too: do first what is said there, and rehearse "
+    "again"
+)
 BYTES = "The bytes differ, which may have no cause in what is trained: the order of a set, a time, a name of a process"
 BATCH = "`run.loader(dataset, global_batch=N)`"
 LOADER = "`run.loader(dataset, …)` choose them, from a dataset that each process makes alike"
@@ -96,5 +101,5 @@ def or_declare(run: Played, held: Mapping[str, tuple[int, str]]) -> str:
     """What to write where the values may be lost; nothing for a run that takes no names."""
     if run.in_library or run.by_commits or run.own_loop:
         return ""
-    names = ", ".join(map(repr, list(held)[:MOST_NAMED]))
+    names = ", ".join(map(repr, list(held)[:MOST_DECLARED])) + (", …" if len(held) > MOST_DECLARED else "")
     return f". Or, if nothing is lost with what is named, declare it: run.untracked({names})"

@@ -86,6 +86,7 @@ class Watch:
         self.step: int | None = None  # the number of the step that runs
         self._rank = 0
         self.run: session.Run | None = None  # that steps are taken in
+        self.is_cut = False  # the script's loop has more steps than are rehearsed
         self.in_library = False  # steps are Trainer's or Lightning's. With neither, the script's loop is its own
         self.by_commits = False  # the script's own loop goes back to commits in memory, which are saved when due
         self.on_enter: list[Callable[[int, int], None]] = []  # the step after so many begins, on a rank
@@ -125,6 +126,7 @@ class Watch:
 
         def stepping(run: session.Run, loader: Any, until: int | None, epochs: int | None) -> Iterator[steps.Step]:
             watch.run = run
+            watch.is_cut = until is None or until > watch.base + watch.limit
             if until is not None:
                 until = min(until, watch.base + watch.limit)
             for step in loop(run, loader, until, epochs):

@@ -157,7 +157,7 @@ def differing_prints(
         a, b, c = ([masks.of(line) for line in one[step]] for one in (calm, again, here))
         if a == b != c:
             i = next((i for i, (x, y) in enumerate(zip(a, c, strict=False)) if x != y), min(len(a), len(c)))
-            lines = _both(here[step], calm[step], i)
+            lines = _both(here[step], calm[step], i, masks)
             return step, f"in step {step} rank 0 printed {lines[0]}, and {lines[1]} in the calm run"
     return None
 
@@ -180,6 +180,14 @@ class _Masks:
         numbers = iter(range(len(line)))
         return _NUMBER.sub(lambda found: "*" if next(numbers) in places else found[0], line)
 
+    def differ_at(self, line: str, other: str) -> int:
+        """The first character that differs in what counts; the end if none does."""
+        places = self._places.get(form := _NUMBER.sub("#", line), set())
+        if form == _NUMBER.sub("#", other):
+            pairs = zip(_NUMBER.finditer(line), _NUMBER.finditer(other), strict=True)
+            return next((a.start() for i, (a, b) in enumerate(pairs) if i not in places and a[0] != b[0]), len(line))
+        return next((k for k, (a, b) in enumerate(zip(line, other, strict=False)) if a != b), len(line))
+
 
 def _lines(calm: Sequence[str], again: Sequence[str], here: Sequence[str]) -> str:
     """How the lines of a text are not those of two calm runs; "" if they are, or if the two differ."""
@@ -193,7 +201,7 @@ def _lines(calm: Sequence[str], again: Sequence[str], here: Sequence[str]) -> st
     if not Counter(c) - Counter(dict.fromkeys(a, len(c))):  # no line that the calm run has not
         return f"has {_counted(Counter(map(_short, a)), Counter(map(_short, c)))}"
     i = next((i for i, (x, y) in enumerate(zip(a, c, strict=False)) if x != y), min(len(a), len(c)))
-    lines = _both(here, calm, i)
+    lines = _both(here, calm, i, masks)
     return f"has other lines: line {i + 1} is {lines[0]}, and {lines[1]} in the calm run"
 
 
@@ -236,13 +244,13 @@ def _at(row: Sequence[str], i: int) -> str:
     return row[i] if i < len(row) else "(cut off)"
 
 
-def _both(here: Sequence[str], calm: Sequence[str], i: int) -> list[str]:
-    """The i-th lines, or "nothing". Of long ones the part that differs."""
+def _both(here: Sequence[str], calm: Sequence[str], i: int, masks: _Masks) -> list[str]:
+    """The i-th lines, or "nothing". Of long ones the part that differs in what counts."""
     pair = [one[i] if i < len(one) else None for one in (here, calm)]
     longest = max(len(line or "") for line in pair)
     if longest <= MOST_CHARACTERS or None in pair:
         return [_short(line) if line is not None else "nothing" for line in pair]
-    same = next((k for k, (a, b) in enumerate(zip(pair[0] or "", pair[1] or "", strict=False)) if a != b), longest)
+    same = masks.differ_at(pair[0] or "", pair[1] or "")
     first = min(max(0, same - MOST_CHARACTERS // 2), longest - MOST_CHARACTERS)
     return [_short(line or "", first) for line in pair]
 
