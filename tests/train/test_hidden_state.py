@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import array
 import asyncio
+import calendar
 import codecs
 import contextvars
 import csv
 import ctypes
 import dataclasses
+import decimal
+import fractions
 import functools
 import importlib
 import io
@@ -20,6 +23,7 @@ import multiprocessing
 import optparse
 import os
 import pathlib
+import pprint
 import queue
 import random
 import re
@@ -563,6 +567,8 @@ ROWS: dict[str, Callable[[], Row]] = {
     "distribution": held(
         lambda: torch.distributions.Normal(0.0, 1.0), lambda x: setattr(x, "loc", torch.ones(())), "x.loc"),
     "estimator of scikit-learn": held(fitted, lambda x: x.partial_fit([[1.0]]), "x.n_samples_seen_"),
+    "decimal": held(lambda: [decimal.Decimal("0.1")], lambda x: x.append(x.pop() * 2), "x[0]"),
+    "fraction": held(lambda: [fractions.Fraction(1, 3)], lambda x: x.append(x.pop() * 2), "x[0]"),
     "holder in a long list": held(lambda: [queue.Queue() for _ in range(20)], lambda x: x[18].put(1), "x"),
 }  # fmt: skip
 
@@ -626,7 +632,9 @@ def test_object_of_a_library_that_cannot_be_read_is_named_and_harmless_ones_are_
         "counts": HashStore(), "kind": torch.float32, "cpu": torch.device("cpu"),
         "dice": random.Random(1), "few": array.array("i", [1]), "annotations": annotations,
         "sums": np.broadcast([1], [2]), "sampled": iter(BatchSampler(range(9), 2, drop_last=True)),
-        "lines": opened, "blocks": io.StringIO("1"), "at_once": Path(__file__).open(),  # noqa: SIM115  as above
+        "price": decimal.Decimal("0.1"), "part": fractions.Fraction(1, 3), "folder": tempfile.TemporaryDirectory(),
+        "spawn": multiprocessing.get_context("spawn"), "printer": pprint.PrettyPrinter(), "days": calendar.Calendar(),
+        "keys": random.SystemRandom(), "lines": opened, "blocks": io.StringIO("1"), "at_once": Path(__file__).open(),  # noqa: SIM115  as above
     }  # fmt: skip
     next(opened)
     beyond, unread, roots = list[str](), NotRead(), Roots(script(own), {})

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import calendar
+import fractions
 import functools
 import io
+import multiprocessing.context
+import pprint
+import random
 import re
 import sys
+import tempfile
 import threading
 import types
 from typing import Any
 
 from everstep.contract.library_files import is_library
-from everstep.train.guards.contents import STATEFUL
+from everstep.train.guards.contents import PRINTED, STATEFUL
 from everstep.train.guards.holders import first_of, reader_of
 from everstep.train.guards.plain_values import MOST_NAMED, Roots
 from everstep.train.guards.script_objects import NamedValue
@@ -33,6 +39,11 @@ _WITHOUT_STATE = frozenset({
 _HIDING = frozenset({"pandas"})  # in arrays that several objects share
 # Of torch's and numpy's: key-value stores, containers and objects of TorchScript, sums of a monitor, positions.
 _HOLDING = frozenset({"Store", "ScriptDict", "ScriptList", "ScriptObject", "Stat", "LockingLogger", "broadcast"})
+# Of modules in which others hold state: what these hold no step changes. A fraction is read by its parts.
+_CONSTANT = (
+    calendar.Calendar, fractions.Fraction, multiprocessing.context.BaseContext, pprint.PrettyPrinter,
+    random.SystemRandom, tempfile.TemporaryDirectory,
+)  # fmt: skip
 _CALLING: Any = type(iter(int, 1))  # an iterator that calls a function
 _SCANNER = type(re.compile("").scanner(""))  # type: ignore[attr-defined]  # the function of `re.finditer` is of one
 _COUNTED = (threading.Semaphore, threading.local)
@@ -62,6 +73,8 @@ def not_read(value: Any) -> str:
     read, or of an extension in C; otherwise nothing."""
     kind: Any = type(value)
     module = kind.__module__ or ""
+    if kind in PRINTED or (_may_hold(module) and issubclass(kind, _CONSTANT)):
+        return ""
     if issubclass(kind, types.GeneratorType):
         return _of_library(value)
     if _hides_position(value, kind):
