@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> None:
                 optimizer.zero_grad()
                 run.log(loss=loss)
                 time.sleep(args.step_seconds)
-            if step.completed and run.rank == 0 and run.step % 5 == 0:
+            if step.completed and (args.print_all or (run.rank == 0 and run.step % 5 == 0)):
                 print(f"step={run.step} loss={loss.item():.4f} world={run.world_size}", flush=True)
         if run.rank == 0:
             tell(net, x[TRAIN:], y[TRAIN:], run.step)
@@ -100,6 +100,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps in all")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="added pause")
+    parser.add_argument("--print-all", action="store_true", help="every rank prints every step")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: the job's)")
     parser.add_argument("--checkpoint", default=os.environ.get("EVERSTEP_CHECKPOINT_URL", "checkpoints"))
     try:
