@@ -25,6 +25,7 @@ KILLS = {
     "A batch that is fetched a step early": ("5:backward", "6:between"),
     "A while loop with its evaluation on top": ("5:backward", "5:evaluate"),
     "A script's own resume": ("6:backward", "7:optimizer"),
+    "Masks of weights": ("6:backward", "7:optimizer"),
 }
 # By title, a part of what a rehearsal says of "before".
 FOUND = {
@@ -33,6 +34,7 @@ FOUND = {
     "A batch that is fetched a step early": "waiting|model",
     "A while loop with its evaluation on top": r"run\.evaluate\(fn, every=N\)",
     "A script's own resume": "first",
+    "Masks of weights": "masks|model",
     "The number of processes with Accelerate": "seen",
     "Early stopping with Accelerate": r"check_trigger\(…\) \(train\.py:\d+\) is in the body.*The break in line \d+",
 }
