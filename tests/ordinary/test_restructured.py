@@ -25,6 +25,7 @@ KILLS = {
     "A batch that is fetched a step early": ("5:backward", "6:between"),
     "A while loop with its evaluation on top": ("5:backward", "5:evaluate"),
     "A script's own resume": ("6:backward", "7:optimizer"),
+    "Another optimizer from some step on": ("4:backward", "5:optimizer", "7:backward"),
     "Masks of weights": ("6:backward", "7:optimizer"),
 }
 # By title, a part of what a rehearsal says of "before".
@@ -34,6 +35,7 @@ FOUND = {
     "A batch that is fetched a step early": "waiting|model",
     "A while loop with its evaluation on top": r"run\.evaluate\(fn, every=N\)",
     "A script's own resume": "first",
+    "Another optimizer from some step on": "SGD.*not tracked|optimizer",
     "Masks of weights": "masks|model",
     "The number of processes with Accelerate": "seen",
     "Early stopping with Accelerate": r"check_trigger\(…\) \(train\.py:\d+\) is in the body.*The break in line \d+",

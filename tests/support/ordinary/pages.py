@@ -72,6 +72,7 @@ SMALLER = {
     "micro_batch=8": "micro_batch=4", "AdamW(model.parameters())": "AdamW(model.parameters(), lr=0.05)",
     "global_batch=512": "global_batch=24", "until=10_000": "until=12", "until=1_000": "until=12",
     "until=300": "until=12", "run.step < 300": "run.step < 12", "every=50": "every=5", "run.step % 50": "run.step % 5",
+    "run.step == 50": "run.step == 5", "run.step < 50": "run.step < 5",
 }  # fmt: skip
 
 
