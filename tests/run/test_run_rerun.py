@@ -21,6 +21,7 @@ SECONDS = 120.0
 SCRIPT = """
 import os
 import sys
+import time
 
 import torch
 
@@ -38,6 +39,7 @@ with everstep.start(every_steps=10) as run:
             optimizer.step()
             optimizer.zero_grad()
         print("step", run.step, sys.argv[1], flush=True)
+        time.sleep(0.1)
         if run.step == 25 and not os.path.exists("mended"):
             raise OSError("the disk is full")
 """
@@ -94,6 +96,8 @@ def test_failed_run_that_is_mended_goes_on_from_its_commit_by_the_same_command(
 ) -> None:
     first = everstep("run", "job/job.yaml", "--plain", "--workers", "1")
     assert first.returncode == 1, first.stdout + first.stderr
+    shown = [line for line in first.stdout.splitlines() if "CheckpointCommitted" in line]
+    assert len(shown) == 1, f"the same words at each commit: {shown}"
     client = TrainingClient(local=True)
     (before,) = client.list_jobs()
     assert (before.status, steps(client)[-1]) == ("Failed", "25")

@@ -314,7 +314,8 @@ class LocalRun:
             return
         observed_at = event.series.last_observed_time if event.series is not None else None
         time_ = micro_time(observed_at or event.event_time or self._clock.now())
-        self.history.add(EventSeen(self.seconds, event.type, event.reason, event.note, time_))
+        if event.series is None:  # one that is counted again has the text of its first time
+            self.history.add(EventSeen(self.seconds, event.type, event.reason, event.note, time_))
         # An event that repeats is one object: it is shown once, where it was seen last.
         self._events.pop(event.metadata.name, None)
         self._events[event.metadata.name] = EventRow(time_, event.type, event.reason, event.note)
