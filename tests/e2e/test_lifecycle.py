@@ -47,9 +47,9 @@ def test_workers_in_their_nodes_network_train_and_recover(new_job: Callable[...,
         install(job.cluster, "policy.allowHostNetwork=true")
         job.submit(manifest)
         job.until_step(20)
-        addresses = {pod["status"]["podIP"]: pod["status"]["hostIP"] for pod in job.pods()}
+        addresses = [(pod["status"]["podIP"], pod["status"]["hostIP"]) for pod in job.pods()]
         assert len(addresses) == 3
-        assert list(addresses) == list(addresses.values())
+        assert all(of_pod == of_node for of_pod, of_node in addresses)
         job.delete_pod(1)
         job.until_recovered()
         job.until_complete()
