@@ -83,6 +83,7 @@ WHOLLY_LONG = {
     "data/test_sources_outside.py": "it installs two libraries",
     "e2e/test_deepspeed.py": "it builds an image of its own",
     "e2e/test_drains.py": "it evicts a worker ten times; scenarios/a_node_is_drained.txt drains a node",
+    "e2e/test_lifecycle.py": "unit/ and apiserver/ have both; here are the kubelets and their network",
     "e2e/test_queues.py": "it installs the chart twice; apiserver/operator/test_operator_queues.py has each decision",
     "e2e/test_documents.py": "minutes on a cluster",
     "e2e/test_edited.py": "minutes on a cluster",
