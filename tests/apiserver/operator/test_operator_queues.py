@@ -123,7 +123,12 @@ async def training(
     queue = make_queue(crd, kueue, place.namespace, cpus)
     async with Operators(place).run(kueue=True):
         await place.create_job(labels=LABEL, replicas=replicas, rendezvous=ETCD, template=template(), **spec)
-        yield queue
+        try:
+            yield queue
+        except AssertionError as e:
+            listed = (await place.client.list(WORKLOADS, place.namespace)).items
+            shown = "\n".join(f"{each.metadata.name}: {each.spec} {each.status}" for each in listed)
+            raise AssertionError(f"{e}\n{await place.status()}\n{shown}\n{kueue.log()[-3000:]}") from e
 
 
 async def test_job_waits_for_quota_runs_on_the_nodes_of_its_flavor_and_gives_it_back(
