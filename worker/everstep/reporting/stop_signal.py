@@ -95,8 +95,18 @@ class StopSignal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, t: TracebackType | None) -> None:
         if self._installed:
+            # A loop that was left open is closed when Python collects it. A later run's handler stays.
+            is_mine = not self.replaced
             self._installed = False
-            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+            if is_mine:
+                signal.signal(signal.SIGTERM, self._former())
+
+    def _former(self) -> Any:
+        """The handler before this one, and before those whose contexts are over."""
+        handler = self._before
+        while isinstance(owner := getattr(handler, "__self__", None), StopSignal) and not owner._installed:
+            handler = owner._before
+        return handler if handler is not None else signal.SIG_DFL
 
     def answered(self) -> None:
         """From now on SIGTERM has no effect in an agent's process, which ends with an exit code of its own. Its agent
