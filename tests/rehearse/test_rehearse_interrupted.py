@@ -1,5 +1,5 @@
-"""`everstep rehearse` that is told to end leaves no process behind, and a folder only for what was found by then; one
-that is killed leaves no process, and the next one removes its folder."""
+"""`everstep rehearse` that is told to end says so, leaves no process behind, and a folder only for what was found by
+then; one that is killed leaves no process, and the next one removes its folder."""
 
 from __future__ import annotations
 
@@ -71,8 +71,11 @@ def test_rehearsal_that_ends_leaves_nothing_behind(
             time.sleep(0.02)
         assert rehearsal.poll() is None, rehearsal.communicate()
         rehearsal.send_signal(number)
-        rehearsal.communicate(timeout=60)  # a run in progress would take longer
+        printed, errors = (text.decode() for text in rehearsal.communicate(timeout=60))  # a whole run takes longer
         assert rehearsal.returncode == (-number if number == signal.SIGKILL else 128 + number)
+        if number != signal.SIGKILL:
+            assert "interrupted: the runs are being ended" in errors
+            assert ("interrupted before the first run was over" in printed) is (runs == 1)
         until = time.monotonic() + 10  # what is killed is still listed until the kernel has taken it down
         while (left := processes_of(tmp_path)) and time.monotonic() < until:
             time.sleep(0.02)

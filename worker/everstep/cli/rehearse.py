@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,7 +72,7 @@ def rehearse(
     Exit codes: 0, nothing found; 1, something was; 2, it cannot be rehearsed as asked; 3, the machine was too slow.
     """
     kinds, kills = _plan(ranks, steps, kill, at, stamp, {"--json": json_, "--html": html})
-    signal.signal(signal.SIGTERM, _terminated)
+    _listen()
     remove_abandoned()
     owned = Folder()
     folder = owned.path
@@ -159,11 +159,13 @@ def _shown_if_interrupted(owned: Folder, script: Path, runs: list[Played], began
     """Show what the runs that are over have found, and keep the folder for it, if the others do not come."""
     try:
         yield
-    except BaseException:
+    except BaseException as e:
         if runs:
             findings = compare.find(runs)
             _show(script, runs, findings, time.monotonic() - began, "interrupted, and more runs were to come")
             owned.kept |= any(f.certain for f in findings)
+        elif isinstance(e, (KeyboardInterrupt, SystemExit)):
+            say(f"\n{script}: interrupted before the first run was over, so nothing is known of the script")
         _say_where(owned)
         raise
 
@@ -205,9 +207,18 @@ def _stamp(
         return None, str(e)
 
 
-def _terminated(number: int, _: object) -> None:
-    """End as an error does, so that the processes and the folder of the rehearsal go."""
-    raise SystemExit(128 + number)
+def _listen() -> None:
+    signal.signal(signal.SIGTERM, _interrupted)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell lets its background jobs ignore it
+        signal.signal(signal.SIGINT, _interrupted)
+
+
+def _interrupted(number: int, _: object) -> None:
+    """Say so at once, because processes may take a minute to end on a busy machine. Then end as an error does, so that
+    the processes and the folder of the rehearsal go."""
+    with suppress(OSError):  # a closed terminal
+        os.write(2, b"\neverstep: interrupted: the runs are being ended\n")  # a print may be what is interrupted
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _play(player: Player, first: Scenario, rest: Callable[[Played], list[Scenario]], runs: list[Played]) -> None:
