@@ -163,3 +163,39 @@ def test_child_that_a_step_forks_is_refused_in_its_first_collective_and_the_run_
     assert done.stdout.count("child 1") == 2, done.stdout
     assert "allreduce in a process that the script has forked (os.fork): the group is its parent's" in done.stderr
     assert everstep.load(str(tmp_path / "run")).state["weight"].item() == 6
+
+
+ONE_RANK = """
+import sys, torch, torch.distributed as dist, everstep
+from torch.nn.parallel import DistributedDataParallel
+torch.manual_seed(0)
+run = everstep.start(sys.argv[1], every_steps=100)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4)))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+run.track(model=model, optimizer=optimizer)
+for step in run.steps(until=2):
+    with step:
+        optimizer.zero_grad()
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+run.close()
+dist.all_reduce(torch.ones(1))
+if run.rank == 0:
+    print(CALL)
+"""
+
+
+@pytest.mark.parametrize(("call", "what"), [("model(torch.ones(3, 2))", "broadcast"), ("dist.barrier()", "barrier")])
+def test_collective_that_one_rank_calls_behind_the_loop_says_what_to_write(
+    call: str, what: str, tmp_path: Path
+) -> None:
+    done = play(tmp_path, ONE_RANK.replace("CALL", call))
+    assert done.returncode != 0
+    assert f"PeerLost: {what} (train.py:17) is behind the loop, and a rank that it needs is gone" in done.stderr
+    assert "`model.module`" in done.stderr
+
+
+def test_one_rank_may_use_the_bare_module_behind_the_loop(tmp_path: Path) -> None:
+    done = play(tmp_path, ONE_RANK.replace("CALL", "'shape', model.module(torch.ones(3, 2)).shape"))
+    assert done.returncode == 0, done.stderr
+    assert "shape torch.Size([3, 4])" in done.stdout

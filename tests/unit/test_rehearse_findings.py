@@ -682,6 +682,8 @@ def test_script_that_keeps_nothing_by_everstep_is_judged_by_no_loss() -> None:
 def test_error_behind_the_last_step_says_that_there_may_be_too_few() -> None:
     failed = replace(CALM, code=1, log="RuntimeError: val_loss is not available\n")
     assert "--steps of a whole epoch" in only([failed]).text
+    alone = "PeerLost: broadcast (train.py:9) is behind the loop, and a rank that it needs is gone\n"
+    assert "--steps of a whole epoch" not in only([replace(failed, log=alone)]).text
     broken_off = {key: r for key, r in failed.steps.items() if key[1] < STEPS}
     assert "--steps of a whole epoch" not in only([replace(failed, steps=broken_off)]).text
 

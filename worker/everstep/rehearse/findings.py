@@ -266,7 +266,7 @@ def _ended(run: Played) -> Finding | None:
         text = f"exit code {run.code}: {_last_line(run)}{_at(run)}"
         if run.repeated:
             text = f"{run.repeated}; the next start ended with it too{_at(run)}"
-        elif run.last >= run.scenario.steps:
+        elif run.last >= run.scenario.steps and remedies.BEHIND_LOOP not in text:
             text += (
                 f". It had taken all of its {run.last} steps: what a script does at an epoch's end may need --steps of "
                 "a whole epoch"

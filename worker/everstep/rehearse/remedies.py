@@ -77,6 +77,7 @@ SEED = (
     "`random.seed` and `numpy.random.seed` likewise"
 )
 SPLIT = "seed a split"  # in the refusal of ranks that have split their data each for itself (`train.guards`)
+BEHIND_LOOP = "is behind the loop"  # in the error of a collective that some ranks alone call there (`recovery.group`)
 FIT = "A batch of N // WORLD_SIZE for each rank"
 
 

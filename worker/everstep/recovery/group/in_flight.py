@@ -38,10 +38,12 @@ def _says_so(error: BaseException) -> bool:
 
 
 class CollectiveWork(c10d.Work):
-    """The work object that a collective returns. It ends when gloo's work does, or when the round is abandoned."""
+    """The work object that a collective returns. It ends when gloo's work does, or when the round is abandoned.
+    `remedy`: what to write if a peer is lost, or ""."""
 
-    def __init__(self, value: Any, check: Callable[[str], None] | None = None) -> None:
+    def __init__(self, value: Any, check: Callable[[str], None] | None = None, remedy: str = "") -> None:
         super().__init__()
+        self._remedy = remedy
         self._value = value
         self._check = check
         self.call = Call(0, "")
@@ -53,6 +55,8 @@ class CollectiveWork(c10d.Work):
 
     def finish(self, error: PeerLost | None) -> None:
         """End the answer, with an error or without. Called once."""
+        if error is not None and self._remedy:
+            error = PeerLost(f"{self._remedy} ({error})")
         self._error = error
         self._trigger.set_result(None)
 

@@ -159,11 +159,10 @@ class RecoverableGroup(dist.ProcessGroup):
                 f"{name} in a process that the script has forked (os.fork): the group is its parent's. End that "
                 "process behind its work: os._exit(0)"
             )
-        if self._scope is not None and not self._scope.free:
-            self._scope.collective(name)
+        remedy = self._scope.collective(name) if self._scope is not None and not self._scope.free else ""
         if self.on_begin is not None:
             self.on_begin(name, value)
-        in_flight, answer = self._in_flight, CollectiveWork(value, self._waits(name))
+        in_flight, answer = self._in_flight, CollectiveWork(value, self._waits(name), remedy)
         if self.stands_in is not None and self.stands_in(name):
             _copy_own(name, arguments)
             answer.finish(None)

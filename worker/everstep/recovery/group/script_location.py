@@ -70,15 +70,20 @@ class ScriptLocation:
         finally:
             self.enter(ScriptPhase.BETWEEN)
 
-    def collective(self, name: str) -> None:
+    def collective(self, name: str) -> str:
         """Check a collective that begins when `free` is false. Raises `LoopError` if it is wrong there. Behind a loop
-        that was left it ends the run, as it would be over behind one that came to its end."""
+        that was left it ends the run, as it would be over behind one that came to its end.
+
+        Returns what to write if it loses a peer, or "". Behind the loop the cause may be that one rank calls it."""
         try:
             self._check(name)
         except LoopError as e:
             if self.where is ScriptPhase.BETWEEN:
                 self.refused = e
             raise
+        if self.where is not ScriptPhase.OVER or (site := script_call_site(sys._getframe(1))) is None:
+            return ""
+        return BEHIND_LOOP.format(name=site.function if site.own else name, at=site.at)
 
     def waits(self, begun: int, name: str) -> None:
         """Check a wait for a collective that began when `begun` steps were entered. Raises `LoopError` unless that is
@@ -158,6 +163,10 @@ class ScriptLocation:
             raise LoopError(f"{what}{site.at}: {UNKNOWN}")
 
 
+BEHIND_LOOP = (
+    "{name}{at} is behind the loop, and a rank that it needs is gone. If only some ranks call it (`if run.rank == "
+    "0:`), let all of them; a forward pass of one rank takes `model.module`, which is inside DistributedDataParallel"
+)
 UNKNOWN = (
     "before steps() a process has no rank yet, and the number of ranks is not known: a process that comes later builds "
     "its objects alone, while the others train, and ranks change when a peer is lost. Ask run.rank and run.world_size "
