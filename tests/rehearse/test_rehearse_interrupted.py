@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -121,3 +122,38 @@ def test_folder_of_a_rehearsal_that_runs_or_is_kept_is_nobody_elses_to_remove(
     assert {*tmp_path.iterdir()} == {running.path, kept.path}
     running.leave()
     assert {*tmp_path.iterdir()} == {kept.path}
+
+
+def test_run_whose_imports_take_long_is_ended_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from everstep.rehearse.agents import Stopped  # noqa: PLC0415 - torch
+    from everstep.rehearse.plan import calm  # noqa: PLC0415 - torch
+    from everstep.rehearse.play import Player  # noqa: PLC0415 - torch
+
+    begun = tmp_path / "begun"
+    (tmp_path / "slow_module.py").write_text(f"import time\nopen({str(begun)!r}, 'w')\ntime.sleep(100)\n")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("EVERSTEP_PRELOAD", "slow_module")
+    (tmp_path / "runs").mkdir()
+    player = Player(tmp_path / "runs", [str(tmp_path / "train.py")], 5, 100.0)
+    ended: list[BaseException] = []
+
+    def play() -> None:
+        try:
+            player.play(calm(2, 12), lambda _: None)
+        except Stopped as e:
+            ended.append(e)
+
+    playing = threading.Thread(target=play, daemon=True)
+    playing.start()
+    try:
+        until = time.monotonic() + 60
+        while not begun.exists():
+            assert time.monotonic() < until, "the imports have not begun"
+            time.sleep(0.02)
+        player.stop()
+        playing.join(5)
+        assert ended, "it waits for the imports"
+    finally:
+        player.close()

@@ -11,7 +11,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +22,10 @@ T = TypeVar("T")
 PROGRAM = "everstep.rehearse.agent"
 # What each rank of a rehearsal imports, besides torch.
 MODULES = ("torch.nn.parallel", "everstep.agent.main", "everstep.rehearse.entry")
+
+
+class Stopped(Exception):
+    """The rehearsal ends before its runs have."""
 
 
 class RunAgent:
@@ -50,22 +54,40 @@ class Agents:
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str], output: Path) -> None:
         self._codes: dict[int, Future[int]] = {}  # used in the loop's thread alone
+        self._starting = set[Future[RunAgent]]()  # by several threads
+        self._stopped = False
         self._loop = asyncio.new_event_loop()
         self._server = ForkServer([*modules, *MODULES], environ, self._exited, output)
         # The kernel ends the fork server with the thread that has started it: that lives as long as the process.
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def start(self, arguments: Sequence[str], environ: Mapping[str, str], log: Path, folder: Path) -> RunAgent:
-        """Start `everstep-run ARGUMENTS` in this folder; its output is appended to `log`. Raises `OSError`."""
+        """Start `everstep-run ARGUMENTS` in this folder; its output is appended to `log`. Raises `OSError`, and
+        `Stopped` behind `stop`."""
         command = {
             "kind": "program", "target": PROGRAM, "arguments": [str(folder), *arguments], "module": True,
             "executable": False, "environment": dict(environ), "stdout": str(log), "stderr": str(log),
             "stacks": os.devnull,
         }  # fmt: skip
+        starting = asyncio.run_coroutine_threadsafe(self._fork(command), self._loop)
+        self._starting.add(starting)
+        if self._stopped:  # `stop` may have come before it was added
+            starting.cancel()
         try:
-            return self._call(self._fork(command))
+            return starting.result()
+        except CancelledError:
+            raise Stopped from None
         except ForkServerError as e:
             raise OSError(f"the agent of a run could not be started: {e}") from e
+        finally:
+            self._starting.discard(starting)
+
+    def stop(self) -> None:
+        """Start no other agent. One that waits for the imports is not waited for: on a busy machine they take a
+        minute. Any thread may call it."""
+        self._stopped = True
+        for starting in self._starting.copy():
+            starting.cancel()
 
     def close(self) -> None:
         """End the fork server, and all that it has started."""

@@ -19,7 +19,7 @@ from everstep.agent.arguments import MODULES, PRELOAD
 from everstep.agent.preload import preloaded
 from everstep.contract import env
 from everstep.rehearse import begun_anew, record, timeline, written
-from everstep.rehearse.agents import Agents, RunAgent
+from everstep.rehearse.agents import Agents, RunAgent, Stopped
 from everstep.rehearse.beginning import Beginning
 from everstep.rehearse.plan import AGAIN, CALM, SETTINGS, Scenario
 from everstep.rehearse.repeated_errors import RepeatedErrors
@@ -107,10 +107,6 @@ class Played:
         return max((step for _, step in self.steps), default=0)
 
 
-class Stopped(Exception):
-    """The rehearsal ends before its runs have."""
-
-
 class Player:
     """Plays `command`, a script with its arguments, in folders below `folder`; from a commit, if there is a
     `beginning`."""
@@ -140,6 +136,9 @@ class Player:
     def stop(self) -> None:
         """End the runs in progress, whichever threads play them, and begin no other one."""
         self._stopped.set()
+        for agents in (self._agents, self._others):
+            if agents is not None:
+                agents.stop()
 
     def play(self, scenario: Scenario, progress: Callable[[int], None]) -> Played:
         """Raises `OSError`, and `Stopped` behind `stop`. `progress` is told how many steps are complete, about four
