@@ -135,7 +135,7 @@ FAULTS: dict[str, Callable[[Job], object]] = {
 }
 
 ELASTIC = {"elastic-delete-worker-1": 1, "elastic-delete-worker-0": 0}
-SILENT_NODE = "elastic-silent-node"
+NODE_FAULTS = {"elastic-silent-node": Job.kill_node, "elastic-frozen-node": Job.pause_node}
 
 
 def measure(cluster: Cluster, name: str, samples: int, backend: str) -> list[Figure]:
@@ -196,28 +196,29 @@ def elastic_sample(job: Job, index: int) -> dict[str, float]:
     return {"survivors": survivors - fault, "full": full - fault, "full_after_start": full - started}
 
 
-def silent_node(cluster: Cluster, samples: int) -> list[Figure]:
-    """The node that holds one of three workers and the operator's leader dies like a machine without power: nothing
-    comes from it any more, and nobody is told. How long the other two take no step, by their own logs."""
+def lost_node(cluster: Cluster, name: str, samples: int) -> list[Figure]:
+    """The node that holds one of three workers and the operator's leader is lost, and nobody is told. `silent`: it dies
+    like a machine without power. `frozen`: its kernel accepts and acknowledges, and none of its processes runs. How
+    long the other two take no step, by their own logs."""
     job = Job(cluster, f"bench-{secrets.token_hex(3)}")
     job.prepare()
     taken = []
     try:
         job.submit(job.elastic(STEPS, 0.05, "--print-every", "1"))
         for number in range(samples):
-            taken.append(silent_sample(job))
-            print(f"{SILENT_NODE} {number + 1}/{samples}: {taken[-1]:.2f} s", file=sys.stderr, flush=True)
+            taken.append(lost_node_sample(job, NODE_FAULTS[name]))
+            print(f"{name} {number + 1}/{samples}: {taken[-1]:.2f} s", file=sys.stderr, flush=True)
     finally:
         job.remove()
-    return spread(f"{SILENT_NODE}.survivors", taken, "s", goal_p95=4.0)
+    return spread(f"{name}.survivors", taken, "s", goal_p95=4.0)
 
 
-def silent_sample(job: Job) -> float:
+def lost_node_sample(job: Job, lose: Callable[[Job, str], None]) -> float:
     until_three_train(job, job.injected_at)
     node = node_of_one(job)
     lead_from(job, node)
     until_three_train(job, time.time())
-    job.kill_node(node)
+    lose(job, node)
     fault = job.injected_at
     survivors = wait_for("two train", lambda: steps_of_world(job, 2, fault), PEER_LIMIT, poll=2)[0]
     job.start_nodes()
@@ -365,13 +366,13 @@ def main() -> int:
     p = parser(__doc__)
     p.add_argument("--samples", type=int, default=SAMPLES, help="faults of each kind")
     p.add_argument(
-        "--only", nargs="*", choices=[*FAULTS, *ELASTIC, SILENT_NODE, "store-restarted", "peer"], help="these alone"
+        "--only", nargs="*", choices=[*FAULTS, *ELASTIC, *NODE_FAULTS, "store-restarted", "peer"], help="these alone"
     )
     p.add_argument("--backend", nargs="*", choices=BACKENDS, help="of jobs of two fixed workers; all, unless --quick")
     args = p.parse_args()
     samples = 1 if args.quick else args.samples
     chosen = args.only or (
-        ["delete-worker-1"] if args.quick else [*FAULTS, *ELASTIC, SILENT_NODE, "store-restarted", "peer"]
+        ["delete-worker-1"] if args.quick else [*FAULTS, *ELASTIC, *NODE_FAULTS, "store-restarted", "peer"]
     )
     backends = args.backend or (BACKENDS[:1] if args.quick else BACKENDS)
     cluster = handle.obtain()
@@ -394,8 +395,8 @@ def cells(cluster: Cluster, name: str, samples: int, backends: Sequence[str]) ->
         yield lambda: peer(cluster, max(1, samples // 3))
     elif name in ELASTIC:
         yield lambda: elastic(cluster, ELASTIC[name], samples)
-    elif name == SILENT_NODE:
-        yield lambda: silent_node(cluster, samples)
+    elif name in NODE_FAULTS:
+        yield lambda: lost_node(cluster, name, samples)
     else:
         for backend in backends:
             if name == "store-restarted":
