@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, assert_never
 
+from everstep.contract import labels
 from everstep.contract.document import Sizes
 from everstep_operator import object_names
 from everstep_operator.errors import TerminalError
@@ -248,8 +249,9 @@ class Applier:
         return created
 
     async def _create_claim(self, job: JobView, body: dict[str, Any], refusals: _Refusals) -> bool:
-        """One that is there already is used, whoever made it: it holds what an earlier worker of this index kept. Not
-        one that is being deleted, which goes with the last pod that has it."""
+        """One that is there already is used, also if a person made it: it holds what an earlier worker of this index
+        kept. Not another job's, which may have the same name (template a-b of job c, and a of b-c), nor one that is
+        being deleted, which goes with the last pod that has it."""
         name = body["metadata"]["name"]
         try:
             await self._client.create(CLAIMS, job.namespace, body)
@@ -259,9 +261,12 @@ class Applier:
         # A quota that is used up refuses a claim before the API server sees that it is there.
         with contextlib.suppress(NotFound, Forbidden):
             there = await self._client.get(CLAIMS, job.namespace, name)
-            if there.metadata.deletion_timestamp is None:
+            owner = there.metadata.labels.get(labels.JOB, job.name)
+            if owner == job.name and there.metadata.deletion_timestamp is None:
                 return True
             problem = "the one that is there is being deleted, and has to be gone first"
+            if owner != job.name:
+                problem = f"it is TrainingJob {owner}'s: give a template of one of the two jobs another name"
         refusals.objects[f"{CLAIMS.kind} {name}"] = problem
         return False
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from everstep.contract import labels
 from everstep_operator.kube.errors import Invalid
 from everstep_operator.kube.resources import CLAIMS, Resource
 from everstep_operator.kube.wire import Unstructured
@@ -109,6 +110,22 @@ async def test_worker_whose_claim_is_refused_is_not_created_and_the_status_says_
 
         await eventually("the status says why", explained)
         assert await place.names() == ["digits-w1-0"], "its claim is there"
+
+
+async def test_claim_of_another_job_with_the_same_name_is_not_used(place: Place) -> None:
+    """Template a-b of job c, and template a of job b-c."""
+    made = {"name": "cache-digits-w0", "labels": {labels.JOB: "b-digits"}}
+    await place.client.create(CLAIMS, place.namespace, {"metadata": made, "spec": SPEC})
+    await place.create_job(volumeClaimTemplates=TEMPLATES)
+    async with Operators(place).run(volume_claims=True):
+
+        async def explained() -> bool:
+            conditions = {c["type"]: c for c in (await place.status()).get("conditions", ())}
+            needs = conditions.get("NeedsAttention", {"status": "False", "message": ""})
+            return needs["status"] == "True" and "cache-digits-w0: it is TrainingJob b-digits's" in needs["message"]
+
+        await eventually("the status says whose it is", explained)
+        assert await place.names() == ["digits-w1-0"]
 
 
 @pytest.mark.long

@@ -1,8 +1,8 @@
 """The volume claims of a worker: one for each of the job's templates, by the worker's index.
 
 A worker that takes a lost one's place finds the volume of its index as that one left it. The operator makes what is
-missing before it creates a pod, and looks at no claim: one that is there already, of an earlier run or job, is used as
-it is, as a StatefulSet does it. Claims belong to the job only if they are to be deleted with it.
+missing before it creates a pod, and the planner looks at no claim: one that is there already, of an earlier run, is
+used as it is, as a StatefulSet does it. Claims belong to the job only if they are to be deleted with it.
 """
 
 from __future__ import annotations
