@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks")]
@@ -218,6 +219,8 @@ def lost_node_sample(job: Job, lose: Callable[[Job, str], None]) -> float:
     node = node_of_one(job)
     lead_from(job, node)
     until_three_train(job, time.time())
+    before = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in job.newest_pods().values()}
+    print(f"{node} is lost, workers: {before}", file=sys.stderr)
     lose(job, node)
     fault = job.injected_at
     survivors = wait_for("two train", lambda: steps_of_world(job, 2, fault), PEER_LIMIT, poll=2)[0]
@@ -231,18 +234,26 @@ def until_three_train(job: Job, after: float) -> None:
 
 
 def node_of_one(job: Job) -> str:
-    """The node with a single worker; where all are on one node, worker 2 moves first."""
-    nodes = [str(pod["spec"]["nodeName"]) for pod in job.newest_pods().values()]
+    """The node with a single worker; where all are on one node, the last one moves first."""
+    pods = wait_for("three pods", lambda: three_pods(job), 120, poll=1)
+    nodes = [str(pod["spec"]["nodeName"]) for pod in pods.values()]
     alone = [node for node in nodes if nodes.count(node) == 1]
     if alone:
         return alone[0]
+    last = max(pods)
     job.cluster.kubectl("cordon", nodes[0])
     try:
-        job.delete_pod(2)
+        job.delete_pod(last)
         until_three_train(job, job.injected_at)
     finally:
         job.cluster.kubectl("uncordon", nodes[0])
-    return job.node_of(2)
+    return job.node_of(max(wait_for("three pods", lambda: three_pods(job), 120, poll=1)))
+
+
+def three_pods(job: Job) -> dict[int, dict[str, Any]]:
+    """By index. None while there are others: of a worker on a node that came back, for a while."""
+    pods = job.newest_pods()
+    return pods if len(pods) == len(job.pods()) == 3 else {}
 
 
 def lead_from(job: Job, node: str) -> None:
