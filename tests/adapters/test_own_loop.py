@@ -128,6 +128,23 @@ def test_number_of_processes_is_that_of_the_whole_job_before_a_script_trains(tmp
         assert differing(found, wanted) == []
 
 
+def test_length_of_a_prepared_loader_is_that_of_the_whole_job_before_a_script_trains(tmp_path: Path) -> None:
+    """By it a script computes how long its schedule is."""
+    text = (HERE / "loop" / "after.py").read_text()
+    lengths = "len(train_dataloader), len(eval_dataloader)\n"
+    for shown, here in (
+        ("    run = start(", f"    before = {lengths}    run = start("),
+        ("        model.train()\n", f"        model.train()\n        lengths = {lengths}"),
+        ("    accelerator.end_training()\n", '    print("lengths", *before, *lengths)\n'),
+    ):
+        assert text.count(shown) == 1
+        text = text.replace(shown, here)
+    (tmp_path / "counted.py").write_text(text)
+    played = play(tmp_path / "played", tmp_path / "counted.py", restarts=0)
+    assert played.code == 0, played.output[-4000:]
+    assert played.output.count("lengths 6 3 6 3") == SIZE, "69 and 20 samples, 4 and 3 in each process's batch"
+
+
 @pytest.mark.long
 def test_metric_of_an_evaluation_in_which_a_peer_is_lost_counts_each_sample_once(tmp_path: Path) -> None:
     played = play(tmp_path / "killed", "after.py", "6:later")

@@ -2,9 +2,10 @@
 
 Accelerate makes the process group when the script first asks it for the rank, and keeps rank and world size for the
 life of the process. After `follow` Everstep makes the group. Until the first round only this process is in it, and a
-script that asks for their number gets the most that the job may have; `move` tells Accelerate the rank and world size
-of each round. Nothing changes under a launcher that announces no rounds, or if the script has made a process group
-itself: then a lost peer ends the processes, and they resume from a commit.
+script that asks for the number of processes, or for the length of a prepared loader, gets that of the most processes
+that the job may have. `move` tells Accelerate the rank and world size of each round. Nothing changes under a launcher
+that announces no rounds, or if the script has made a process group itself: then a lost peer ends the processes, and
+they resume from a commit.
 
 Invariant: no optimizer steps in a process that was in no round yet. `optimizer.step()` raises an error there; with a
 Trainer, preparing the model does.
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
@@ -61,6 +63,7 @@ def follow(*, loops: bool = False) -> None:
     replace("wait_for_everyone", around(_wait), PartialState)
     replace("prepare_model", around(_prepare), Accelerator)
     replace("prepare_data_loader", around(_load), Accelerator)
+    replace("__len__", around(_length), DataLoaderShard)
     replace("step", around(_step), AcceleratedOptimizer)
     count_whole_job(Accelerator, "num_processes")
 
@@ -90,6 +93,16 @@ def _load(load: Any, accelerator: Any, data_loader: Any, *arguments: Any, **name
         given = dict(zip(("device_placement", "slice_fn_for_dispatch"), arguments, strict=False))
         _loaders[made] = accelerator, data_loader, {**given, **named}
     return made
+
+
+def _length(length: Any, loader: Any) -> int:
+    """As `count_whole_job`: the batches that each process of the whole job has of it, which Accelerate counts so too.
+    The loader is not divided yet, and a library that goes through it gets the number of all batches."""
+    batches = int(length(loader))
+    if is_library(sys._getframe(2).f_code.co_filename) or loader not in _loaders or not _alone():
+        return batches
+    drops_last = getattr(loader.batch_sampler, "drop_last", False)
+    return batches // most_processes() if drops_last else -(-batches // most_processes())
 
 
 def _wait(wait: Any, state: Any) -> None:
