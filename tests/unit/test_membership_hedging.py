@@ -9,15 +9,13 @@ import time
 import pytest
 
 from everstep.membership.backends.hedging import (
-    FREE_LOOKS,
     LOOK_AGAIN,
     LOOK_HANDSHAKE,
+    LOOKS,
     UNANSWERED,
     handshake_seconds,
     wait_for_answer,
 )
-
-LOOKS = 1 + FREE_LOOKS + 2  # the first, those repeated at once, and after 0.6 and 1.2 s
 
 
 def test_answer_that_comes_soon_causes_no_look() -> None:
@@ -44,7 +42,35 @@ def test_looks_that_nobody_answers_are_few_and_end_with_the_call() -> None:
     looks: list[float] = []
     with near, far, pytest.raises(TimeoutError, match="no answer in 4 s"):
         wait_for_answer(near, 4.0, lambda: looks.append(time.monotonic()))
-    assert FREE_LOOKS < len(looks) <= LOOKS
+    assert LOOKS < len(looks) <= 3 * LOOKS, "at once, after 0.3 s and after 1.2 s"
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_look_that_reaches_the_frozen_replica_delays_none_that_reaches_the_other(answers: bool) -> None:
+    """Half of the connections to a Service with two replicas reach the frozen one. Five in a row did, one after the
+    other, and a healthy agent was missed by the new leader."""
+    near, far = socket.socketpair()
+    over, looks = threading.Event(), []
+
+    def look() -> bool | None:
+        looks.append(time.monotonic())
+        if len(looks) < LOOKS:
+            over.wait(30)
+            return None
+        return answers
+
+    with near, far:
+        began = time.monotonic()
+        if answers:
+            with pytest.raises(ConnectionAbortedError, match="another replica"):
+                wait_for_answer(near, 30.0, look)
+        else:
+            with pytest.raises(TimeoutError):
+                wait_for_answer(near, UNANSWERED + LOOK_AGAIN, look)
+            assert len(looks) == LOOKS, "an answer is not followed by a look at once"
+        assert time.monotonic() - began < 10
+        assert looks[-1] - looks[0] < 5, "none waited for the one before"
+        over.set()
 
 
 def test_answer_is_not_left_lying_because_a_look_is_under_way() -> None:

@@ -3,8 +3,9 @@
 The kernel of a frozen machine accepts connections and acknowledges requests, so a call to a frozen leader ends only at
 its timeout. That is too late for an agent that has to announce itself to the next leader within a lease. But a slow
 answer must not be given up: a busy leader would get every call twice. So the first call goes on, and meanwhile a thread
-sends it to the configured address too. Of that answer only the name of the leader counts. Renewals are made so, because
-they are small, may be sent twice, and are made all the time. Invariant: as long as no other replica is named, a call
+sends it to the configured address too. Of that answer only the name of the leader counts. Of two replicas behind that
+address one is frozen, and half of the attempts reach it: so several are made, each while the one before is not
+answered. Renewals are made so, because they are small, may be sent twice, and are made all the time. Invariant: as long as no other replica is named, a call
 ends as it would have ended, and as soon: an answer is not left lying because a look is under way.
 """
 
@@ -22,10 +23,10 @@ from typing import Any, TypeAlias
 UNANSWERED = 2.2
 LOOK_SECONDS = 0.3  # for its answer: a replica that only follows has it at once
 LOOK_HANDSHAKE = 0.6  # seconds for each answer of TLS before it
-LOOK_AGAIN = 0.5  # seconds between two looks that were answered
-# Unanswered ones in a row that are repeated at once: of two replicas behind an address one may be frozen.
-FREE_LOOKS = 3
-MOST_PAUSE = 4.0  # seconds between later ones
+LOOKS = 4  # at once, if nobody answers: of 16 agents one reaches the frozen one of two replicas by all of them
+LOOK_SPACING = 0.08  # seconds between these
+LOOK_AGAIN = 0.5  # seconds after one that was answered
+PAUSE, MOST_PAUSE = 0.3, 4.0  # seconds after all were not answered; four times as long after each further time
 
 Socket: TypeAlias = socket.socket
 # What a thread does while its request is not answered.
@@ -63,25 +64,42 @@ class AnsweredLater:
 
 def wait_for_answer(sock: Socket, seconds: float, look: Callable[[], bool | None]) -> None:
     """Wait for the answer's first byte. `look` gives True if another replica leads, False if not, None if it was not
-    answered. It runs in a thread. Raises TimeoutError, ConnectionAbortedError if another leads."""
+    answered. It runs in threads. Raises TimeoutError, ConnectionAbortedError if another leads."""
     deadline = time.monotonic() + seconds
-    unanswered, pause = 0, UNANSWERED
+    pause, after_silence = UNANSWERED, PAUSE
     while not _is_readable(sock, min(pause, deadline - time.monotonic())):
         if time.monotonic() >= deadline:
             raise TimeoutError(f"no answer in {seconds:g} s")
-        ended, results = _begin(look)
-        with ended:
-            _is_readable(sock, deadline - time.monotonic(), ended)
-        match results[-1:]:
-            case [True]:
+        match _look_around(sock, deadline, look):
+            case True:
                 raise ConnectionAbortedError("another replica of the operator leads by now")
-            case [False]:
-                unanswered, pause = 0, LOOK_AGAIN
-            case [None]:
-                unanswered += 1
-                pause = min(MOST_PAUSE, LOOK_SECONDS * 2.0 ** (unanswered - FREE_LOOKS)) * (unanswered > FREE_LOOKS)
-            case _:
-                pause = 0.0  # the answer is there, or the time is over
+            case False:
+                pause, after_silence = LOOK_AGAIN, PAUSE
+            case None:
+                pause, after_silence = after_silence, min(MOST_PAUSE, 4 * after_silence)
+
+
+def _look_around(sock: Socket, deadline: float, look: Callable[[], bool | None]) -> bool | None:
+    """The result of the first look that is answered. None if none is, if the answer itself has come, or if the time is
+    over."""
+    begun: list[tuple[Socket, list[bool | None]]] = []
+    next_at = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        while not _is_readable(sock, 0.0) and (now := time.monotonic()) < deadline:
+            answers = [result for _, results in begun for result in results if result is not None]
+            if answers:
+                return any(answers)
+            under_way = [ended for ended, results in begun if not results]
+            if len(begun) < LOOKS and now >= next_at:
+                begun.append(_begin(look))
+                stack.enter_context(begun[-1][0])
+                next_at = now + LOOK_SPACING
+            elif under_way or len(begun) < LOOKS:
+                until = next_at if len(begun) < LOOKS else deadline
+                _is_readable(sock, min(until, deadline) - now, *under_way)
+            else:
+                break
+    return None
 
 
 def _begin(look: Callable[[], bool | None]) -> tuple[Socket, list[bool | None]]:
@@ -91,8 +109,12 @@ def _begin(look: Callable[[], bool | None]) -> tuple[Socket, list[bool | None]]:
 
     def run() -> None:
         _look.on = True
+        result = None
         with its_end:
-            results.append(look())
+            try:
+                result = look()
+            finally:
+                results.append(result)
 
     threading.Thread(target=run, name="everstep-look", daemon=True).start()
     return ended, results
