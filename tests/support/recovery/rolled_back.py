@@ -20,7 +20,7 @@ from everstep.data.plan.assignment import World
 from everstep.recovery.digests import content, state_digests
 from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.rollback.rollback import Rollback
-from everstep.recovery.transfer.agreement import MemberState, agree
+from everstep.recovery.transfer.agreement import MemberState, NoState, agree
 from everstep.recovery.validity import Validity
 from everstep.train.feeding.feed import Feed, feed_of
 
@@ -395,7 +395,11 @@ def settle(members: Sequence[Member], qualities: Sequence[Validity], size: int) 
         MemberState(m.number, q, *(state_digests(m.state) if q > Validity.NONE else (0, 0)))
         for m, q in zip(members, qualities, strict=True)
     ]
-    found = agree(told)
+    try:
+        found = agree(told)
+    except NoState:
+        assert all(q <= Validity.NONE for q in qualities), f"whole states differ: {told}"
+        raise
     assert found.holder is not None
     assert not found.diverged, told
     captured = capture(members[found.holder].state, 0)
