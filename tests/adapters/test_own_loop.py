@@ -87,7 +87,7 @@ def test_script_with_its_own_loops_whose_rank_is_killed_ends_as_the_undisturbed_
             taken[int(step)] += int(samples)
         expected_samples = ([24] * 5 + [21]) * 2
         if ":end" in kill:  # the others go on behind that step, and rank 1 had not printed its line
-            expected_samples[int(kill.split(":")[0]) - 1] -= 8
+            expected_samples[int(kill.split(":", maxsplit=1)[0]) - 1] -= 8
         assert [taken[step] for step in range(STEPS[script])] == expected_samples, "a sum has each batch of a step once"
 
 

@@ -5,8 +5,9 @@ its timeout. That is too late for an agent that has to announce itself to the ne
 answer must not be given up: a busy leader would get every call twice. So the first call goes on, and meanwhile a thread
 sends it to the configured address too. Of that answer only the name of the leader counts. Of two replicas behind that
 address one is frozen, and half of the attempts reach it: so several are made, each while the one before is not
-answered. Renewals are made so, because they are small, may be sent twice, and are made all the time. Invariant: as long as no other replica is named, a call
-ends as it would have ended, and as soon: an answer is not left lying because a look is under way.
+answered. Renewals are made so, because they are small, may be sent twice, and are made all the time. Invariant: as long
+as no other replica is named, a call ends as it would have ended, and as soon: an answer is not left lying because a
+look is under way.
 """
 
 from __future__ import annotations

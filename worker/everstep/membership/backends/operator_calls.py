@@ -50,6 +50,7 @@ from everstep.membership.backends.hedging import (
     meanwhile,
     wait_for_answer,
 )
+from everstep.membership.backends.names import Names
 from everstep.membership.backends.sockets import PooledClient, brief
 from everstep.membership.errors import StoreRefused, StoreUnavailable
 from everstep.membership.peers.probe import connect
@@ -74,13 +75,14 @@ _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ALIVE),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
+_names = Names()
 
 
 def open_connection(host: str, port: int, seconds: float) -> socket.socket:
     """Connect to the host; each of its addresses gets about `seconds` seconds. Raises OSError."""
     attempts = max(1, round(seconds / SPACING))
     last = 0
-    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, kind, _, _, address in _names.find(host, port):
         assert kind == socket.SOCK_STREAM
         made = connect(family, address, attempts, SPACING, spacing=SPACING)
         if isinstance(made, socket.socket):
