@@ -143,8 +143,11 @@ class Agents:
         (self.folder / "go").touch()
 
     def announce(self, members: Iterable[Process], *, whole: bool = False) -> float:
-        """Begin a round with these members; when."""
-        self.members = list(members)
+        """Begin a round with these members; when. `whole`: at the end of a step; former members leave there."""
+        former, self.members = self.members, list(members)
+        for p in former if whole else ():
+            if p not in self.members:
+                self._send(p, {"kind": "leave"})
         self.round += 1
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT))
         self._stores = [*self._stores[-1:], store]
@@ -153,12 +156,13 @@ class Agents:
             message = {"kind": "round", "round": self.round, "rank": rank, "world_size": len(self.members),
                        "store": ["127.0.0.1", store.port], "rendezvous": self.rendezvous,
                        "whole": whole}  # fmt: skip
-            try:
-                assert p.connection is not None
-                p.connection.sendall(json.dumps(message).encode() + b"\n")
-            except OSError:
-                pass  # it died a moment ago, and will be found dead
+            self._send(p, message)
         return at
+
+    def _send(self, p: Process, message: dict[str, Any]) -> None:
+        assert p.connection is not None
+        with contextlib.suppress(OSError):  # it died a moment ago, and will be found dead
+            p.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def kill(self, victim: Process) -> float:
         """SIGKILL, seen by its agent as soon as the kernel tells; when it was sent. The survivors get a round."""
