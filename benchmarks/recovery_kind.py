@@ -17,7 +17,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -215,10 +215,13 @@ def lost_node(cluster: Cluster, name: str, samples: int) -> list[Figure]:
 
 
 def lost_node_sample(job: Job, lose: Callable[[Job, str], None]) -> float:
-    until_three_train(job, job.injected_at)
-    node = node_of_one(job)
-    lead_from(job, node)
-    until_three_train(job, time.time())
+    for _ in range(5):
+        until_three_train(job, job.injected_at)
+        node = node_of_one(job)
+        lead_from(job, node)
+        until_three_train(job, time.time())
+        if nodes_of(three_pods(job)).count(node) == 1:  # a worker of a node that came back may have moved meanwhile
+            break
     before = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in job.newest_pods().values()}
     print(f"{node} is lost, workers: {before}", file=sys.stderr)
     lose(job, node)
@@ -236,7 +239,7 @@ def until_three_train(job: Job, after: float) -> None:
 def node_of_one(job: Job) -> str:
     """The node with a single worker; where all are on one node, the last one moves first."""
     pods = wait_for("three pods", lambda: three_pods(job), 120, poll=1)
-    nodes = [str(pod["spec"]["nodeName"]) for pod in pods.values()]
+    nodes = nodes_of(pods)
     alone = [node for node in nodes if nodes.count(node) == 1]
     if alone:
         return alone[0]
@@ -248,6 +251,10 @@ def node_of_one(job: Job) -> str:
     finally:
         job.cluster.kubectl("uncordon", nodes[0])
     return job.node_of(max(wait_for("three pods", lambda: three_pods(job), 120, poll=1)))
+
+
+def nodes_of(pods: Mapping[int, dict[str, Any]]) -> list[str]:
+    return [str(pod["spec"]["nodeName"]) for pod in pods.values()]
 
 
 def three_pods(job: Job) -> dict[int, dict[str, Any]]:

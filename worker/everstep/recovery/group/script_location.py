@@ -117,7 +117,7 @@ class ScriptLocation:
                 )
             case ScriptPhase.BUILDING if site.own:
                 raise LoopError(
-                    f"{name}{site.at}: before steps() this process is alone, and no other rank would be in it. To do "
+                    f"{name}{site.at}: before the loop this process is alone, and no other rank would be in it. To do "
                     "something in one process of the job, write run.once(fn); to prepare files on each machine, "
                     "run.once(fn, each='machine'); to evaluate, run.evaluate(fn, every=N). What all ranks must agree "
                     "on belongs inside `with step:`"
@@ -134,7 +134,7 @@ class ScriptLocation:
             case ScriptPhase.BETWEEN:
                 raise LoopError(
                     f"{name}{site.at} is between two steps, where it is not repeated when a peer is lost. Move it "
-                    "into `with step:`; for an evaluation write before steps() `run.evaluate(fn, every=N)`: fn is "
+                    "into `with step:`; for an evaluation write before the loop `run.evaluate(fn, every=N)`: fn is "
                     "called after each N-th step, and again if a peer is lost in it. A forward pass that is each "
                     "rank's own takes `model.module`, which is inside DistributedDataParallel"
                 )
@@ -168,10 +168,10 @@ BEHIND_LOOP = (
     "0:`), let all of them; a forward pass of one rank takes `model.module`, which is inside DistributedDataParallel"
 )
 UNKNOWN = (
-    "before steps() a process has no rank yet, and the number of ranks is not known: a process that comes later builds "
-    "its objects alone, while the others train, and ranks change when a peer is lost. Ask run.rank and run.world_size "
-    "inside the loop. To prepare files, write run.once(fn, each='machine'); to do something in one process of the job, "
-    "run.once(fn)"
+    "before the loop a process has no rank yet, and the number of ranks is not known: a process that comes later "
+    "builds its objects alone, while the others train, and ranks change when a peer is lost. Ask run.rank and "
+    "run.world_size inside the loop. To prepare files, write run.once(fn, each='machine'); to do something in one "
+    "process of the job, run.once(fn)"
 )
 NO_PIPELINE = (
     "torch's stages exchange their shapes once, in their first step, and a process that comes later would get no "

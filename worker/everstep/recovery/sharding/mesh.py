@@ -237,7 +237,7 @@ def _refuse(name: str, _: Any) -> None:
     """Refuse a collective that begins before this process has met its peers."""
     site = script_call_site(sys._getframe(1))
     raise LoopError(
-        f"{name}{site.at if site is not None else ''} over a group of run.mesh(): before steps() this process is "
+        f"{name}{site.at if site is not None else ''} over a group of run.mesh(): before the loop this process is "
         "alone, and nobody else is in it. DistributedDataParallel is for models that are not cut: write "
         "run.average_gradients(model) behind the last backward() of a step for one that is cut over "
         "run.mesh(tensor=N); fully_shard averages by itself. What else is to be reduced belongs inside `with step:`"

@@ -194,7 +194,7 @@ class Replicas:
             )
         raise LoopError(
             f"after step {self._steps} of this world its {world_size} ranks hold different parameters, "
-            f"{differing} among them{since}: their gradients are not averaged. Wrap the module before steps(), "
+            f"{differing} among them{since}: their gradients are not averaged. Wrap the module before the loop, "
             "`model = DistributedDataParallel(model)`, and call the wrapped module, also if the world has one process "
             "now and may grow later; or average the gradients in each step"
         )
