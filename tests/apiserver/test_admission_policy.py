@@ -334,6 +334,31 @@ def test_update_that_suspends_or_resumes_a_job_may_change_its_template_case_06(g
     assert "spec.template is immutable" in done.stderr
 
 
+def test_job_of_looser_rules_can_be_suspended_and_labelled_and_is_judged_when_it_resumes(
+    guarded: Any, helm: Any
+) -> None:
+    """Rules that were tightened behind it would otherwise keep it running: each update of it was refused."""
+    plane, strict = guarded.control_plane, _render(helm)
+    loose = _render(helm, "--set", "policy.allowHostNetwork=true,policy.allowedSchedulerNames={mine}")
+    spec = _pod(hostNetwork=True, schedulerName="mine")
+    try:
+        assert plane.kubectl("apply", "-f", "-", input=loose).returncode == 0
+        _wait_until("the looser rules are in force", lambda: not _refused(guarded, spec))
+        guarded.create("older", spec)
+    finally:
+        assert plane.kubectl("apply", "-f", "-", input=strict).returncode == 0
+        _wait_until("the rules are in force again", lambda: _refused(guarded, spec))
+    for change in ({"metadata": {"labels": {"team": "a"}}}, {"spec": {"suspend": True}}):
+        done = guarded.patch("older", change)
+        assert done.returncode == 0, done.stderr
+    for change in ({"suspend": False}, {"replicas": 1}):
+        done = guarded.patch("older", {"spec": change})
+        assert done.returncode != 0, change
+        assert "spec.hostNetwork must not be set" in done.stderr, change
+    repaired = {"hostNetwork": None, "schedulerName": None}
+    assert guarded.patch("older", {"spec": {"suspend": False, "template": {"spec": repaired}}}).returncode == 0
+
+
 def test_update_that_runs_a_finished_job_again_may_change_its_template(guarded: Any) -> None:
     guarded.create("again", {})
     over = json.dumps({"status": {"completionTime": "2026-01-01T00:00:00Z"}})
