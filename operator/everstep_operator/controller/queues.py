@@ -5,7 +5,7 @@ Invariant: Workloads that could not be listed are `unread`, and never none: a jo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -31,9 +31,9 @@ def queue_name(job: Unstructured) -> str | None:
 def queue_view(caches: QueueCaches, obj: Unstructured, job: JobView) -> QueueView | None:
     """What concerns the job's queue; None if it has none."""
     name = queue_name(obj)
-    if (unread := _unread(caches, job.namespace)) is not None:
-        return None if name is None else QueueView(name, unread=unread)
     owned = caches.workloads.by_index(BY_OWNER, job.uid)
+    if (unread := _unread(caches, job.namespace, owned)) is not None:
+        return None if name is None else QueueView(name, unread=unread)
     workloads = tuple(sorted(map(workload_view, owned), key=lambda each: (each.number, each.name)))
     view = QueueView(name, workloads)
     if name is None:
@@ -96,12 +96,13 @@ def workload_view(obj: Unstructured) -> WorkloadView:
     )
 
 
-def _unread(caches: QueueCaches, namespace: str) -> str | None:
+def _unread(caches: QueueCaches, namespace: str, owned: Collection[Unstructured]) -> str | None:
+    """Why nobody knows which Workloads the job has. If their kind is deleted, all of them go first."""
     watched = caches.workloads
     informer = watched.of(namespace) if watched.watches(namespace) else watched.of(EVERYWHERE)
-    if informer.has_synced:
+    if informer.has_synced and (owned or informer.gone is None):
         return None
-    why = informer.refusal or "the first list has not come"
+    why = informer.refusal or informer.gone or "the first list has not come"
     return f"Workloads of Kueue cannot be read: {why}"
 
 
@@ -154,7 +155,9 @@ def _changes(flavors: Informer[Unstructured], workload: Unstructured) -> _Change
         if flavor is None:
             why = "" if flavors.has_synced else f" ({flavors.refusal or 'they are not read yet'})"
             return _Changes(obstacle=f"ResourceFlavor {name} of its quota cannot be found{why}")
-        selector.update(flavor.spec.get("nodeLabels") or {})
+        for key, value in sorted((flavor.spec.get("nodeLabels") or {}).items()):
+            if selector.setdefault(key, value) != value:
+                return _Changes(obstacle=f"its flavors are on other nodes: {key}={selector[key]} and {key}={value}")
         tolerations += _maps(flavor.spec.get("tolerations"))
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}

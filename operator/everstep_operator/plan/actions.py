@@ -7,6 +7,7 @@ has the order in which actions are taken.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -263,3 +264,8 @@ Action = (
     | SetSizes
     | BeginRounds
 )
+
+
+def forced_deletes(actions: Iterable[Action]) -> set[str]:
+    """The uids of the pods of which the API server knows nothing more as soon as these are taken."""
+    return {each.uid for each in actions if isinstance(each, DeletePod) and each.grace_seconds == 0}

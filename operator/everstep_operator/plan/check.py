@@ -18,6 +18,7 @@ from everstep_operator.plan.actions import (
     FinishWorkload,
     ReclaimPods,
     ReturnQuota,
+    forced_deletes,
 )
 from everstep_operator.plan.decide.completion import is_finished
 from everstep_operator.plan.outcome import Plan
@@ -75,6 +76,10 @@ def _check_quota(snapshot: Snapshot, plan: Plan, created: list[CreatePod]) -> No
         made = roster.published(replace(snapshot.job, status=plan.status)) or roster.empty(snapshot.job)
         if len(made.workers) > workload.charged + made.surge:
             raise PlanError(f"workers {made} have quota for {workload.charged} pods")
+        gone = forced_deletes(plan.actions)
+        left = sum(not pod.over and pod.uid not in gone for pod in snapshot.pods)
+        if left + len(created) > workload.charged + made.surge:
+            raise PlanError(f"{len(created)} pods beside {left} that are alive have quota for {workload.charged}")
     alive = [pod.name for pod in snapshot.pods if not pod.over]
     for action in plan.actions:
         gives_all = isinstance(action, ReturnQuota | FinishWorkload) and (

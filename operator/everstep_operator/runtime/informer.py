@@ -24,6 +24,7 @@ from everstep_operator.kube.errors import (
     Forbidden,
     Gone,
     KubeError,
+    NotFound,
     Operation,
     StreamBroken,
 )
@@ -113,6 +114,11 @@ class Informer(Generic[T]):
     def refusal(self) -> str | None:
         """The server's words, if it is refused."""
         return str(self._last_error) if not self.has_synced and isinstance(self._last_error, self._refusals) else None
+
+    @property
+    def gone(self) -> str | None:
+        """The server's words, if it does not serve the resource, or not any more."""
+        return str(self._last_error) if self._failures and isinstance(self._last_error, NotFound) else None
 
     async def wait_synced(self) -> None:
         await self._synced.wait()

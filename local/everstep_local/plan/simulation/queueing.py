@@ -175,6 +175,11 @@ def workload_waits(world: World, message: str, reason: str = "Pending") -> None:
     world.kueue.change(world.kueue.pending(), waits=message, inadmissible=reason == "Inadmissible")
 
 
+def reserve(world: World, count: str) -> None:
+    """There is quota for so many pods, and an admission check is not done."""
+    world.kueue.change(world.kueue.pending(), assigned=int(count), waits="")
+
+
 def workload_inactive(world: World) -> None:
     world.kueue.change(world.kueue.pending(), active=False)
 
@@ -207,6 +212,7 @@ def _described(each: WorkloadView) -> str:
     quota = f"charged {each.charged}" if each.assigned is not None else "no quota"
     requeued = next((c for c in each.conditions if c["type"] == "Requeued"), None)
     parts = [f"{each.name}: asks queue {each.queue} for {asks}, {quota}"]
+    parts += [] if each.active else ["inactive"]
     parts += [f"finished {each.finished}"] if each.finished is not None else []
     parts += [f"pods ready {each.pods_ready}"] if each.pods_ready is not None else []
     parts += [f"requeued {requeued['status']} {requeued['reason']}"] if requeued is not None else []
@@ -222,6 +228,7 @@ QUEUEING: dict[str, Callable[..., str | None]] = {
     "ignore-queue": ignore_queue,
     "evict-workload": evict_workload,
     "workload-waits": workload_waits,
+    "reserve": reserve,
     "workload-inactive": workload_inactive,
     "workload-gone": workload_gone,
     "queue-lacks": queue_lacks,

@@ -6,13 +6,21 @@ allow, and none before the back-off is over.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 from everstep_operator import object_names
 from everstep_operator.api.status import Restarts, Status
-from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, SetSizes
+from everstep_operator.plan.actions import (
+    Action,
+    CreatePod,
+    CreateService,
+    DeletePod,
+    SetSizes,
+    forced_deletes,
+)
 from everstep_operator.plan.decide import completion, rejections, restart_budget, spares
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import claims, installation, pod_group, pods, waits
@@ -81,7 +89,9 @@ def converge(facts: Facts, status: Status) -> Convergence:
     nodes = (*rejections.avoided(snapshot.now, restarts), *lost_nodes.avoided(snapshot.now, restarts))
     suspected = tuple(node.name for node in status.excluded_nodes)
     avoided = tuple(dict.fromkeys((*nodes, *_left_nodes(facts), *suspected)))
-    actions[StageName.CREATE] = [_create(facts, index, avoided) for index in due[: snapshot.settings.max_pods_per_plan]]
+    charged_for = due[: _room(facts, actions)]
+    made = charged_for[: snapshot.settings.max_pods_per_plan]
+    actions[StageName.CREATE] = [_create(facts, index, avoided) for index in made]
     # This is tried again in every pass, and after a while even without an observed change.
     if retry is not None:
         waits_for = (
@@ -90,7 +100,20 @@ def converge(facts: Facts, status: Status) -> Convergence:
         return Convergence(actions, retry, waits_for)
     if snapshot.create_refused is not None:
         return Convergence(actions, Requeue(REFUSED_RETRY, "creates were refused"), "the API server refuses creates")
+    if len(charged_for) < len(due):  # the end of a pod is seen
+        return Convergence(actions, held_back, "pods have to end before others are made on their quota")
     return Convergence(actions, held_back)
+
+
+def _room(facts: Facts, actions: Mapping[StageName, Sequence[Action]]) -> int | None:
+    """How many pods may be created on the quota that the job has, beside those that have not ended; None: no queue
+    decides that."""
+    admitted, alive = facts.admission, facts.snapshot.pods
+    if not isinstance(admitted, Admitted):
+        return None
+    forced = forced_deletes(itertools.chain.from_iterable(actions.values()))
+    quota = admitted.pods if admitted.workload is None else admitted.workload.charged
+    return max(0, quota + facts.roster.surge - sum(not pod.over and pod.uid not in forced for pod in alive))
 
 
 def _without_spares(facts: Facts, missing: list[int], restarts: Restarts) -> tuple[list[int], Requeue | None]:

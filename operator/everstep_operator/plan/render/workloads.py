@@ -9,6 +9,7 @@ between any two, or see an old Workload.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, assert_never
 
@@ -57,7 +58,7 @@ def actions(facts: Facts) -> Mapping[StageName, Sequence[Action]]:
             return {} if alive else _ask(facts.job, queue)
         case Leaving(why, workload, again):
             # First what asks for more: else it would be admitted by itself, for all of its pods.
-            if asking := [each for each in admission.unfinished(queue) if each.assigned is None]:
+            if asking := admission.asking(queue, workload):
                 return {StageName.ADMISSION: [_delete(each, why) for each in asking]}
             if alive or workload is None:
                 return {}
@@ -109,6 +110,7 @@ def _ask(job: JobView, queue: QueueView) -> Mapping[StageName, Sequence[Action]]
         "metadata": {"annotations": {MADE_FROM: charged.made_from(job.spec)}},
         "spec": {"priorityClassRef": None, **_spec(job, queue, count, minimum)},
     }
+    del body["spec"]["active"]  # somebody may have deactivated it
     return {StageName.ADMISSION: [PatchWorkload(workload.name, workload.version, body, "the job was edited")]}
 
 
@@ -145,8 +147,7 @@ def _keep(facts: Facts, queue: QueueView, workload: WorkloadView) -> Mapping[Sta
 def _grow(facts: Facts, queue: QueueView, workload: WorkloadView) -> list[Action]:
     """Ask for the next size: one larger Workload at a time, in place of the present one."""
     job, count = facts.job, admission.next_count(facts.snapshot, workload)
-    asking = [each for each in admission.unfinished(queue) if each.assigned is None]
-    if asking:
+    if asking := admission.asking(queue, workload):
         return [
             _delete(each, "another number of pods is wanted")
             for each in asking
@@ -156,15 +157,29 @@ def _grow(facts: Facts, queue: QueueView, workload: WorkloadView) -> list[Action
         return []
     name = name_of(job, 1 + max(each.number for each in queue.workloads))
     replaces = {_ELASTIC: "true", REPLACES: f"{job.namespace}/{workload.name}"}
-    body = {**_identity(job, name, replaces), "spec": _spec(job, queue, count, None)}
+    body = {**_identity(job, name, replaces), "spec": _larger(job, queue, workload, count)}
     why = f"queue {queue.name}, {object_names.number_of_pods(count)} in place of {workload.charged}"
     return [CreateWorkload(name, body, why)]
+
+
+def _larger(job: JobView, queue: QueueView, workload: WorkloadView, count: int) -> dict[str, Any]:
+    """What a larger Workload asks for in place of the present one, whose pods run on. A Kueue whose gate for
+    replacements is off does not know that: it would admit the larger one on other nodes, and with a higher priority it
+    would evict the present one for it."""
+    if queue.priority != workload.priority:
+        queue = replace(queue, priority=workload.priority, priority_class=None)
+    spec = _spec(job, queue, count, None)
+    pod = spec["podSets"][0]["template"]["spec"]
+    if selector := {**(pod.get("nodeSelector") or {}), **queue.changes.node_selector}:
+        pod["nodeSelector"] = selector
+    return spec
 
 
 def _return(facts: Facts, workload: WorkloadView) -> ReturnQuota:
     """Kueue waits for this write, and admits nobody else before it. With `reclaimablePods` the next request would be a
     smaller one."""
-    reason = str(workload.evicted)
+    # As Kueue has written it: what is shown has no secrets, and a part of this word may look like one.
+    reason = next((str(e["reason"]) for e in workload.conditions if e.get("type") == "Evicted"), str(workload.evicted))
     if reason.startswith("Deactivated"):  # with its cause; Kueue looks for the word alone when it is activated again
         reason = "Deactivated"
     again = reason in _QUEUED_AGAIN
@@ -179,7 +194,7 @@ def _return(facts: Facts, workload: WorkloadView) -> ReturnQuota:
     )
     status.update({"admission": None, "reclaimablePods": None})
     queued = "queued again" if again else "Kueue queues it again"
-    return ReturnQuota(workload.name, workload.version, status, f"{reason}: all pods are gone, {queued}")
+    return ReturnQuota(workload.name, workload.version, status, f"{workload.evicted}: all pods are gone, {queued}")
 
 
 def _conditions(now: datetime, workload: WorkloadView, message: str, *changed: tuple[str, bool, str]) -> dict[str, Any]:

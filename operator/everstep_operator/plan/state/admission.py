@@ -108,7 +108,8 @@ def _with_quota(snapshot: Snapshot, queue: QueueView, workload: WorkloadView, pu
     obstacle = obstacle and f"queue {queue.name}: {obstacle}"
     until = _answer_until(snapshot, queue, workload)
     # Kept as it is while it may grow further at once.
-    pods = workload.charged if until is None or not published.workers else min(_kept(published), workload.charged)
+    keeps = published.workers and (until is not None or not workload.admitted)
+    pods = min(_kept(published), workload.charged) if keeps else workload.charged
     return Admitted(pods, workload, obstacle, until)
 
 
@@ -129,6 +130,11 @@ def next_count(snapshot: Snapshot, workload: WorkloadView) -> int | None:
     allowed = sizing.bounds(spec)
     larger = (size for size in range(quota + 1, wanted + 1) if allowed.largest(size) == size)
     return next(larger, quota + 1)
+
+
+def asking(queue: QueueView, workload: WorkloadView | None) -> list[WorkloadView]:
+    """Those that ask for more than `workload` has: they have no quota yet, or their admission checks are not done."""
+    return [each for each in unfinished(queue) if not each.admitted and each is not workload]
 
 
 def pending(queue: QueueView) -> WorkloadView | None:
@@ -159,8 +165,8 @@ def _between_until(snapshot: Snapshot, queue: QueueView) -> datetime | None:
 
 def _answer_until(snapshot: Snapshot, queue: QueueView, workload: WorkloadView) -> datetime | None:
     """Until when an answer to the next step of a job's growth is waited for; None: it has come, or is not due."""
-    count, replacement = next_count(snapshot, workload), pending(queue)
-    if count is None or snapshot.object_refused is not None:
+    count, replacement = next_count(snapshot, workload), next(reversed(asking(queue, workload)), None)
+    if count is None or snapshot.object_refused is not None or queue.refusal is not None:
         return None
     if replacement is None:
         return times.after(snapshot.now, ANSWER.total_seconds())
