@@ -17,6 +17,7 @@ SCRIPT = """
 import argparse
 import collections
 import contextvars
+import decimal
 import os
 import queue
 import random
@@ -117,6 +118,8 @@ def hidden(loss):
     weights["trained"]()
     net[0].weight.calls = getattr(net[0].weight, "calls", 0) + 1
     os.environ["STAGE"] = str(int(os.environ.get("STAGE", 0)) + 1)
+    decimal.getcontext().prec += 1
+    os.umask((os.umask(0) + 1) & 7)
     net[1].p += 1e-9
     weigh()
     level = Path("OUTSIDE", f"level{run.rank}")
@@ -239,6 +242,7 @@ def test_each_kind_of_hidden_state_is_named_before_it_counts(tmp_path: Path) -> 
     assert names >= (named := {
         "penalty.calls", "baseline._Baseline__mean", "opt.taken", "weights['trained'].count", "__backwards",
         "GAIN.get()", "line.queue", "model.module.0.weight.calls", "model.module.0.seen", "os.environ['STAGE']",
+        "decimal.getcontext().prec", "os.umask()",
         "model.module.1.p", "helper._calls", "norms", "run.loader(…)._dataset.made",
     })  # fmt: skip
     # What has no names inside, and what a lost step has consumed.

@@ -27,6 +27,7 @@ import pprint
 import queue
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import threading
@@ -622,7 +623,10 @@ def test_object_of_a_library_that_cannot_be_read_is_named_and_harmless_ones_are_
     import pandas as pd  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds
 
     opened = Path(__file__).open()  # noqa: SIM115  it ends with the test
+    asked = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    board = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     own = {
+        "asked": asked, "board": board,
         "room": threading.Semaphore(2), "other": threading.Semaphore(2), "mine": Local(), "line": queue.SimpleQueue(),
         "log": logging.getLogger("x"), "lock": threading.Lock(), "when": threading.Event(), "digits": re.compile("1"),
         "path": pathlib.Path(), "delay": queue.Queue(), "arguments": argparse.ArgumentParser(), "out": sys.stdout,
@@ -639,8 +643,11 @@ def test_object_of_a_library_that_cannot_be_read_is_named_and_harmless_ones_are_
     next(opened)
     beyond, unread, roots = list[str](), NotRead(), Roots(script(own), {})
     plain_values(roots, beyond, unread.look)
+    asked.communicate()
+    board.communicate()
     assert beyond == []
     assert unread.names(roots) == [
+        "asked (subprocess.Popen)",
         "room (threading.Semaphore)", "other (threading.Semaphore)", f"mine ({__name__}.Local)",
         "table (pandas.DataFrame)", "checksum (xxhash.xxh64)", "numbers (re.finditer)",
         "pairs (itertools.pairwise)", "notes (tempfile._TemporaryFileWrapper)",

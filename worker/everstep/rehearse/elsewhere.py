@@ -7,6 +7,7 @@ function binds anew, and objects.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import os
@@ -14,6 +15,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +46,14 @@ def elsewhere(frame: types.FrameType | None, beyond: list[str]) -> list[tuple[st
     """Values by the names by which the script could write them. `beyond` gets a text if there are too many modules."""
     others = _others(frame, beyond)
     texts = _texts(frame, others)
-    return [*_of_modules(others), *_of_made(texts), *_of_libraries(texts), *_of_environment(), *_of_torch()]
+    return [
+        *_of_modules(others),
+        *_of_made(texts),
+        *_of_libraries(texts),
+        *_of_environment(),
+        *_of_torch(),
+        *_of_python(),
+    ]
 
 
 def set_on_objects(frame: types.FrameType | None) -> frozenset[str]:
@@ -71,6 +80,18 @@ def _of_torch() -> Iterator[tuple[str, Any]]:
         torch.get_num_threads,
     ):  # fmt: skip
         yield f"torch.{function.__name__}()", function()
+
+
+def _of_python() -> Iterator[tuple[str, Any]]:
+    """Settings of the process, and of this thread, that no object holds of which the script has a variable."""
+    yield "sys.getrecursionlimit()", sys.getrecursionlimit()
+    if (decimal := sys.modules.get("decimal")) is not None:
+        context = decimal.getcontext()
+        for name in ("prec", "rounding", "Emin", "Emax"):  # not the flags, which each calculation sets
+            yield f"decimal.getcontext().{name}", getattr(context, name)
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        yield "os.umask()", next(line for line in lines if line.startswith("Umask:")).split()[1]
 
 
 def _of_environment() -> Iterator[tuple[str, Any]]:

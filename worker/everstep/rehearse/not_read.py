@@ -10,6 +10,7 @@ import multiprocessing.context
 import pprint
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import threading
@@ -77,6 +78,8 @@ def not_read(value: Any) -> str:
         return ""
     if issubclass(kind, types.GeneratorType):
         return _of_library(value)
+    if isinstance(value, subprocess.Popen):  # a process that the script asks: its variables are its own
+        return "subprocess.Popen" if value.stdin and value.stdout and value.returncode is None else ""
     if _hides_position(value, kind):
         return "re.finditer" if kind is _CALLING else f"{module}.{kind.__qualname__}"
     if first_of(kind) in _COUNTED or (_may_hold(module) and not issubclass(kind, type)) or _is_extension(kind):
