@@ -22,12 +22,24 @@ def asked(world: ElasticWorld) -> dict[str, Any]:
     return dict(action.body["spec"])
 
 
-def test_larger_workload_is_for_the_nodes_on_which_the_job_trains() -> None:
-    """A Kueue whose gate for replacements is off admitted it elsewhere, and charged nothing for the pods that ran."""
+def test_larger_workload_that_is_admitted_elsewhere_is_deactivated_and_gives_its_quota_back() -> None:
+    """A Kueue whose gate for replacements is off admitted it on other nodes. The smaller one was finished, and the pods
+    that ran on were charged nowhere."""
     world = trains_with_quota_for_two()
-    del world.kueue.workloads[world.kueue.pending().name]
-    template = asked(world)["podSets"][0]["template"]
-    assert template["spec"]["nodeSelector"] == {"pool": "a"}
+    smaller = world.kueue.reserved()
+    world.kueue.change(smaller, flavors=("a",))
+    larger = world.kueue.pending()
+    world.kueue.change(larger, flavors=("b",), assigned=3, admitted=True)
+    for _ in range(3):
+        world.run("reconcile")
+    assert not world.kueue.workloads[larger.name].active
+    world.kueue.change(world.kueue.workloads[larger.name], evicted="Deactivated")
+    for _ in range(3):
+        world.run("reconcile")
+    kept, given = world.kueue.workloads[smaller.name], world.kueue.workloads[larger.name]
+    assert (kept.charged, kept.finished, given.assigned) == (2, None, None)
+    assert len(world.kueue.workloads) == 2, "no other one is asked for"
+    assert len(world.pods) == 2
 
 
 def test_larger_workload_has_the_priority_of_the_present_one() -> None:

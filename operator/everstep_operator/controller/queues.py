@@ -79,6 +79,7 @@ def workload_view(obj: Unstructured) -> WorkloadView:
         priority=int(spec.get("priority") or 0),
         made_from=obj.metadata.annotations.get(MADE_FROM, ""),
         assigned=_count(assignment.get("count")) if reserved and assignment else None,
+        flavors=_flavors(assignment),
         reclaimable=reclaimable,
         admitted=_holds(by_type, "Admitted"),
         evicted=str(evicted.get("reason")) if evicted else None,
@@ -150,7 +151,7 @@ def _changes(flavors: Informer[Unstructured], workload: Unstructured) -> _Change
         return _Changes(obstacle="it assigns a topology, which is not supported; use a flavor without topologyName")
     selector: dict[str, str] = {}
     tolerations: list[Mapping[str, Any]] = []
-    for name in sorted({str(flavor) for flavor in (assignment.get("flavors") or {}).values()}):
+    for name in _flavors(assignment):
         flavor = flavors.get("", name)
         if flavor is None:
             why = "" if flavors.has_synced else f" ({flavors.refusal or 'they are not read yet'})"
@@ -169,6 +170,10 @@ def _changes(flavors: Informer[Unstructured], workload: Unstructured) -> _Change
                 selector.update(update.get("nodeSelector") or {})
                 tolerations += _maps(update.get("tolerations"))
     return _Changes(PodChanges(labels, annotations, selector, tuple(tolerations)))
+
+
+def _flavors(assignment: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(sorted({str(flavor) for flavor in (assignment.get("flavors") or {}).values()}))
 
 
 def _assignment(status: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -157,7 +157,8 @@ class DeleteWorkload:
 
 @dataclass(frozen=True, slots=True)
 class PatchWorkload:
-    """Change what is asked for, while no quota is reserved. `version` is a precondition, as of a status below."""
+    """Change what is asked for while no quota is reserved, or give up what is. `version` is a precondition, as of a
+    status below."""
 
     name: str
     version: str

@@ -265,6 +265,7 @@ class WorkloadView:
     priority: int = 0
     made_from: str = ""  # see `state.charged`
     assigned: int | None = None
+    flavors: tuple[str, ...] = ()  # of the nodes on which quota was reserved
     reclaimable: int = 0  # of `count`: pods that are not needed any more
     admitted: bool = False
     evicted: str | None = None

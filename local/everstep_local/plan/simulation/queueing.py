@@ -116,6 +116,8 @@ class Kueue:
 
 def _requested(body: dict[str, Any]) -> dict[str, Any]:
     spec = body["spec"]
+    if "podSets" not in spec:
+        return {"active": spec["active"]}
     (pod_set,) = spec["podSets"]
     return {
         "queue": spec["queueName"],

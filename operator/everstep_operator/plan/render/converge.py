@@ -26,7 +26,7 @@ from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import claims, installation, pod_group, pods, waits
 from everstep_operator.plan.snapshot import PodChanges, Snapshot, WorkerPod
 from everstep_operator.plan.stages import StageName
-from everstep_operator.plan.state import lost_nodes, node_loss, sizing, suspects
+from everstep_operator.plan.state import admission, lost_nodes, node_loss, sizing, suspects
 from everstep_operator.plan.state.admission import Admitted
 from everstep_operator.plan.state.facts import Facts
 
@@ -164,6 +164,10 @@ def until_queue_is_read(facts: Facts) -> Requeue | None:
     until = facts.admission.until if isinstance(facts.admission, Admitted) else None
     if until is not None:
         return Requeue(until - facts.snapshot.now, "Kueue answers")
+    if queue is not None and isinstance(facts.admission, Admitted) and facts.admission.workload is not None:
+        now = facts.snapshot.now
+        if (again := admission.ask_again_at(queue, facts.admission.workload, now)) is not None and again > now:
+            return Requeue(again - now, "Kueue answers")
     missing = queue is not None and (queue.unread or queue.refusal or queue.obstacle)
     return Requeue(REFUSED_RETRY, "the queue's objects are incomplete") if missing else None
 

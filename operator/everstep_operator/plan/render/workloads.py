@@ -120,7 +120,9 @@ def _keep(facts: Facts, queue: QueueView, workload: WorkloadView) -> Mapping[Sta
     made: dict[StageName, list[Action]] = {StageName.ADMISSION: [], StageName.QUOTA: []}
     # A round that may run counts, not all pods: a job that recovers must not be evicted for it.
     reached = facts.world.has_quorum and facts.roster.wanted > 0
-    if reached != bool(workload.pods_ready):
+    # Kueue ends the smaller Workload as it admits the larger one, and another write between fails that.
+    asked = any(map(admission.is_unanswered, admission.asking(queue, workload)))
+    if reached != bool(workload.pods_ready) and not asked:
         reason, text = ("Started", "the workers train") if reached else ("WaitForRecovery", "too few workers train")
         status = _conditions(now, workload, text, ("PodsReady", reached, reason))
         made[StageName.ADMISSION].append(SetPodsReady(workload.name, workload.version, status, text))
@@ -128,18 +130,25 @@ def _keep(facts: Facts, queue: QueueView, workload: WorkloadView) -> Mapping[Sta
     alive = sum(not pod.over for pod in facts.snapshot.pods)
     spec, quota = facts.job.spec, workload.charged
     needed = max(sizing.wanted(spec, quota) + sizing.spares(spec, quota), len(facts.roster.workers), alive)
-    if needed < quota and not made[StageName.ADMISSION]:  # another write in this pass would be a conflict
+    if needed < quota and not asked and not made[StageName.ADMISSION]:  # another write in this pass would be a conflict
         status = {"reclaimablePods": [{"name": POD_SET, "count": workload.count - needed}]}
         why = f"{object_names.number_of_pods(needed)} of {quota} are needed"
         made[StageName.QUOTA].append(ReclaimPods(workload.name, workload.version, status, why))
     made[StageName.QUOTA] += [_delete(each, "it is over") for each in queue.workloads if each.finished is not None]
+    for each in admission.elsewhere(queue, workload):
+        if each.evicted is not None:
+            made[StageName.QUOTA].append(_return(facts, each))
+        elif each.active:  # it stays in its queue, so that no other one is asked for
+            inactive = {"metadata": {"annotations": {MADE_FROM: each.made_from}}, "spec": {"active": False}}
+            why = "its quota is on other nodes than those on which the job trains"
+            made[StageName.ADMISSION].append(PatchWorkload(each.name, each.version, inactive, why))
     # A Kueue that knows no replacement leaves it to us.
     replaced = [each for each in admission.unfinished(queue) if each.assigned is not None and each is not workload]
     over = ("a larger Workload has replaced it", ("Finished", True, admission.REPLACED))
     made[StageName.QUOTA] += [
         FinishWorkload(each.name, each.version, _conditions(now, each, *over), admission.REPLACED)
         for each in replaced
-        if each.number < workload.number and workload.admitted
+        if each.number < workload.number and workload.admitted and each not in admission.elsewhere(queue, workload)
     ]
     return made
 
@@ -148,12 +157,13 @@ def _grow(facts: Facts, queue: QueueView, workload: WorkloadView) -> list[Action
     """Ask for the next size: one larger Workload at a time, in place of the present one."""
     job, count = facts.job, admission.next_count(facts.snapshot, workload)
     if asking := admission.asking(queue, workload):
-        return [
-            _delete(each, "another number of pods is wanted")
-            for each in asking
-            if (each.count, each.replaces) != (count, workload.name)
-        ]
-    if count is None or queue.refusal is not None or workload.evicted is not None:
+        other = [each for each in asking if (each.count, each.replaces) != (count, workload.name)]
+        if other:
+            return [_delete(each, "another number of pods is wanted") for each in other]
+        due = admission.ask_again_at(queue, workload, facts.snapshot.now)
+        forgotten = due is not None and due <= facts.snapshot.now
+        return [_delete(each, "Kueue has not answered") for each in asking if forgotten]
+    if count is None or queue.refusal is not None or workload.evicted or admission.elsewhere(queue, workload):
         return []
     name = name_of(job, 1 + max(each.number for each in queue.workloads))
     replaces = {_ELASTIC: "true", REPLACES: f"{job.namespace}/{workload.name}"}
@@ -164,15 +174,10 @@ def _grow(facts: Facts, queue: QueueView, workload: WorkloadView) -> list[Action
 
 def _larger(job: JobView, queue: QueueView, workload: WorkloadView, count: int) -> dict[str, Any]:
     """What a larger Workload asks for in place of the present one, whose pods run on. A Kueue whose gate for
-    replacements is off does not know that: it would admit the larger one on other nodes, and with a higher priority it
-    would evict the present one for it."""
+    replacements is off does not know that: with a higher priority it would evict the present one for it."""
     if queue.priority != workload.priority:
         queue = replace(queue, priority=workload.priority, priority_class=None)
-    spec = _spec(job, queue, count, None)
-    pod = spec["podSets"][0]["template"]["spec"]
-    if selector := {**(pod.get("nodeSelector") or {}), **queue.changes.node_selector}:
-        pod["nodeSelector"] = selector
-    return spec
+    return _spec(job, queue, count, None)
 
 
 def _return(facts: Facts, workload: WorkloadView) -> ReturnQuota:

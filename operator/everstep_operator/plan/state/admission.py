@@ -23,6 +23,9 @@ BETWEEN = timedelta(seconds=60)
 # Kueue answers within tenths of a second. Meanwhile a job that may grow further is not resized: else each step of its
 # growth would be a round of its own.
 ANSWER = timedelta(seconds=2)
+# If Kueue fails to put a larger Workload in the place of the smaller one, as by a write between, it leaves it in its
+# queue without a word, until something else happens there. After so long it is asked anew.
+ASK_AGAIN = timedelta(seconds=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +117,18 @@ def _with_quota(snapshot: Snapshot, queue: QueueView, workload: WorkloadView, pu
 
 
 def reserved(queue: QueueView) -> WorkloadView | None:
-    """The Workload by which the job has quota: the newest one that is admitted, if one is."""
+    """The Workload by which the job has quota: the newest one that is admitted, if one is. One on other nodes than an
+    older one is not it, because the pods of that run on."""
     having = [each for each in unfinished(queue) if each.assigned is not None]
-    newest = having[-1] if having else None
-    return next((each for each in reversed(having) if each.admitted), newest)
+    admitted = [each for each in having if each.admitted]
+    alike = [each for each in admitted if each.flavors == admitted[0].flavors]
+    return next(reversed(alike or having), None)
+
+
+def elsewhere(queue: QueueView, workload: WorkloadView) -> list[WorkloadView]:
+    """Those that are admitted on other nodes than `workload`, of which the job has pods. A Kueue whose gate for
+    replacements is off takes a larger one for another job."""
+    return [each for each in unfinished(queue) if each.admitted and each.flavors != workload.flavors]
 
 
 def next_count(snapshot: Snapshot, workload: WorkloadView) -> int | None:
@@ -174,6 +185,17 @@ def _answer_until(snapshot: Snapshot, queue: QueueView, workload: WorkloadView) 
         return None
     until = times.after(min(replacement.created_at, snapshot.now), ANSWER.total_seconds())
     return until if snapshot.now < until else None
+
+
+def ask_again_at(queue: QueueView, workload: WorkloadView, now: datetime) -> datetime | None:
+    """When a larger Workload is deleted of which Kueue has said nothing; None: there is none."""
+    made = [each.created_at for each in asking(queue, workload) if is_unanswered(each)]
+    return min((times.after(min(at, now), ASK_AGAIN.total_seconds()) for at in made if at is not None), default=None)
+
+
+def is_unanswered(workload: WorkloadView) -> bool:
+    """Whether Kueue has said nothing of it yet."""
+    return workload.active and workload.assigned is None and not workload.waits
 
 
 def granted(admission: Admission) -> int | None:
