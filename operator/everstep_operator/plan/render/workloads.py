@@ -121,8 +121,8 @@ def _keep(facts: Facts, queue: QueueView, workload: WorkloadView) -> Mapping[Sta
     # A round that may run counts, not all pods: a job that recovers must not be evicted for it.
     reached = facts.world.has_quorum and facts.roster.wanted > 0
     # Kueue ends the smaller Workload as it admits the larger one, and another write between fails that.
-    asked = any(map(admission.is_unanswered, admission.asking(queue, workload)))
-    if reached != bool(workload.pods_ready) and not asked:
+    unanswered = any(map(admission.is_unanswered, admission.asking(queue, workload)))
+    if reached != bool(workload.pods_ready) and not unanswered:
         reason, text = ("Started", "the workers train") if reached else ("WaitForRecovery", "too few workers train")
         status = _conditions(now, workload, text, ("PodsReady", reached, reason))
         made[StageName.ADMISSION].append(SetPodsReady(workload.name, workload.version, status, text))
@@ -130,7 +130,7 @@ def _keep(facts: Facts, queue: QueueView, workload: WorkloadView) -> Mapping[Sta
     alive = sum(not pod.over for pod in facts.snapshot.pods)
     spec, quota = facts.job.spec, workload.charged
     needed = max(sizing.wanted(spec, quota) + sizing.spares(spec, quota), len(facts.roster.workers), alive)
-    if needed < quota and not asked and not made[StageName.ADMISSION]:  # another write in this pass would be a conflict
+    if needed < quota and not unanswered and not made[StageName.ADMISSION]:  # another write would be a conflict
         status = {"reclaimablePods": [{"name": POD_SET, "count": workload.count - needed}]}
         why = f"{object_names.number_of_pods(needed)} of {quota} are needed"
         made[StageName.QUOTA].append(ReclaimPods(workload.name, workload.version, status, why))

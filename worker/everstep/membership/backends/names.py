@@ -18,13 +18,13 @@ from everstep.contract.forks import after_fork
 LATE = 0.5  # seconds after which the last addresses are taken
 _GONE = (socket.EAI_NONAME, socket.EAI_NODATA)
 
-Found: TypeAlias = list[tuple[Any, ...]]
+Addresses: TypeAlias = list[tuple[Any, ...]]
 
 
 class _Lookup:
     def __init__(self) -> None:
         self.ended = threading.Event()
-        self.found: Found | None = None
+        self.addresses: Addresses | None = None
         self.error: OSError | None = None
 
 
@@ -33,7 +33,7 @@ class Names:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last: dict[tuple[str, int], Found] = {}
+        self._last: dict[tuple[str, int], Addresses] = {}
         self._under_way: dict[tuple[str, int], _Lookup] = {}
         after_fork(self)
 
@@ -41,7 +41,7 @@ class Names:
         """The lookups' threads are the parent's."""
         self._lock, self._under_way = threading.Lock(), {}
 
-    def find(self, host: str, port: int) -> Found:
+    def find(self, host: str, port: int) -> Addresses:
         """What `socket.getaddrinfo` gives for a stream. Raises OSError."""
         if _is_address(host):
             return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -56,8 +56,8 @@ class Names:
             lookup.ended.wait()
         elif not lookup.ended.wait(0 if late else LATE):
             return last
-        if lookup.found is not None:
-            return lookup.found
+        if lookup.addresses is not None:
+            return lookup.addresses
         assert lookup.error is not None
         if last is None or _is_gone(lookup.error):
             raise lookup.error
@@ -65,7 +65,7 @@ class Names:
 
     def _look_up(self, key: tuple[str, int], lookup: _Lookup) -> None:
         try:
-            lookup.found = socket.getaddrinfo(*key, type=socket.SOCK_STREAM)
+            lookup.addresses = socket.getaddrinfo(*key, type=socket.SOCK_STREAM)
         except OSError as e:
             lookup.error = e
         except Exception as e:  # a name that cannot be written in a question
@@ -73,8 +73,8 @@ class Names:
         with self._lock:
             if self._under_way.get(key) is lookup:
                 del self._under_way[key]
-            if lookup.found is not None:
-                self._last[key] = lookup.found
+            if lookup.addresses is not None:
+                self._last[key] = lookup.addresses
             elif lookup.error is not None and _is_gone(lookup.error):
                 self._last.pop(key, None)
         lookup.ended.set()
