@@ -24,7 +24,7 @@ from support.recovery.lonely_mesh import mesh_of
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
-UNTOLD = r"mesh\.\w+(\(\))? \(test_recovery_mesh\.py:\d+\): before steps\(\) a process has no rank yet"
+UNTOLD = r"mesh\.\w+(\(\))? \(test_recovery_mesh\.py:\d+\): before the loop a process has no rank yet"
 
 
 class Net(torch.nn.Module):
