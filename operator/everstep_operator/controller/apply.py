@@ -264,8 +264,9 @@ class Applier:
             owner = there.metadata.labels.get(labels.JOB, job.name)
             if owner == job.name and there.metadata.deletion_timestamp is None:
                 return True
-            problem = "the one that is there is being deleted, and has to be gone first"
-            if owner != job.name:
+            if owner == job.name:
+                problem = "the one that is there is being deleted, and has to be gone first"
+            else:
                 problem = f"it is TrainingJob {owner}'s: give a template of one of the two jobs another name"
         refusals.objects[f"{CLAIMS.kind} {name}"] = problem
         return False

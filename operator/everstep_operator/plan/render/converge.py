@@ -13,20 +13,13 @@ from datetime import timedelta
 
 from everstep_operator import object_names
 from everstep_operator.api.status import Restarts, Status
-from everstep_operator.plan.actions import (
-    Action,
-    CreatePod,
-    CreateService,
-    DeletePod,
-    SetSizes,
-    forced_deletes,
-)
+from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, SetSizes, forced_deletes
 from everstep_operator.plan.decide import completion, rejections, restart_budget, spares
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import claims, installation, pod_group, pods, waits
 from everstep_operator.plan.snapshot import PodChanges, Snapshot, WorkerPod
 from everstep_operator.plan.stages import StageName
-from everstep_operator.plan.state import admission, lost_nodes, node_loss, sizing, suspects
+from everstep_operator.plan.state import lost_nodes, node_loss, sizing, suspects
 from everstep_operator.plan.state.admission import Admitted
 from everstep_operator.plan.state.facts import Facts
 
@@ -108,12 +101,13 @@ def converge(facts: Facts, status: Status) -> Convergence:
 def _room(facts: Facts, actions: Mapping[StageName, Sequence[Action]]) -> int | None:
     """How many pods may be created on the quota that the job has, beside those that have not ended; None: no queue
     decides that."""
-    admitted, alive = facts.admission, facts.snapshot.pods
+    admitted = facts.admission
     if not isinstance(admitted, Admitted):
         return None
     forced = forced_deletes(itertools.chain.from_iterable(actions.values()))
     quota = admitted.pods if admitted.workload is None else admitted.workload.charged
-    return max(0, quota + facts.roster.surge - sum(not pod.over and pod.uid not in forced for pod in alive))
+    alive = sum(not pod.over and pod.uid not in forced for pod in facts.snapshot.pods)
+    return max(0, quota + facts.roster.surge - alive)
 
 
 def _without_spares(facts: Facts, missing: list[int], restarts: Restarts) -> tuple[list[int], Requeue | None]:
@@ -164,10 +158,6 @@ def until_queue_is_read(facts: Facts) -> Requeue | None:
     until = facts.admission.until if isinstance(facts.admission, Admitted) else None
     if until is not None:
         return Requeue(until - facts.snapshot.now, "Kueue answers")
-    if queue is not None and isinstance(facts.admission, Admitted) and facts.admission.workload is not None:
-        now = facts.snapshot.now
-        if (again := admission.ask_again_at(queue, facts.admission.workload, now)) is not None and again > now:
-            return Requeue(again - now, "Kueue answers")
     missing = queue is not None and (queue.unread or queue.refusal or queue.obstacle)
     return Requeue(REFUSED_RETRY, "the queue's objects are incomplete") if missing else None
 

@@ -110,7 +110,6 @@ def _ask(job: JobView, queue: QueueView) -> Mapping[StageName, Sequence[Action]]
         "metadata": {"annotations": {MADE_FROM: charged.made_from(job.spec)}},
         "spec": {"priorityClassRef": None, **_spec(job, queue, count, minimum)},
     }
-    del body["spec"]["active"]  # somebody may have deactivated it
     return {StageName.ADMISSION: [PatchWorkload(workload.name, workload.version, body, "the job was edited")]}
 
 
@@ -135,7 +134,8 @@ def _keep(facts: Facts, queue: QueueView, workload: WorkloadView) -> Mapping[Sta
         why = f"{object_names.number_of_pods(needed)} of {quota} are needed"
         made[StageName.QUOTA].append(ReclaimPods(workload.name, workload.version, status, why))
     made[StageName.QUOTA] += [_delete(each, "it is over") for each in queue.workloads if each.finished is not None]
-    for each in admission.elsewhere(queue, workload):
+    elsewhere = admission.elsewhere(queue, workload)
+    for each in elsewhere:
         if each.evicted is not None:
             made[StageName.QUOTA].append(_return(facts, each))
         elif each.active:  # it stays in its queue, so that no other one is asked for
@@ -148,7 +148,7 @@ def _keep(facts: Facts, queue: QueueView, workload: WorkloadView) -> Mapping[Sta
     made[StageName.QUOTA] += [
         FinishWorkload(each.name, each.version, _conditions(now, each, *over), admission.REPLACED)
         for each in replaced
-        if each.number < workload.number and workload.admitted and each not in admission.elsewhere(queue, workload)
+        if each.number < workload.number and workload.admitted and each not in elsewhere
     ]
     return made
 
@@ -160,9 +160,8 @@ def _grow(facts: Facts, queue: QueueView, workload: WorkloadView) -> list[Action
         other = [each for each in asking if (each.count, each.replaces) != (count, workload.name)]
         if other:
             return [_delete(each, "another number of pods is wanted") for each in other]
-        due = admission.ask_again_at(queue, workload, facts.snapshot.now)
-        forgotten = due is not None and due <= facts.snapshot.now
-        return [_delete(each, "Kueue has not answered") for each in asking if forgotten]
+        forgotten = [each for each in asking if admission.is_forgotten(facts.snapshot, each)]
+        return [_delete(each, "Kueue has not answered") for each in forgotten]
     if count is None or queue.refusal is not None or workload.evicted or admission.elsewhere(queue, workload):
         return []
     name = name_of(job, 1 + max(each.number for each in queue.workloads))
@@ -241,8 +240,7 @@ def _identity(job: JobView, name: str, annotations: Mapping[str, str]) -> dict[s
 def _spec(job: JobView, queue: QueueView, count: int, minimum: int | None) -> dict[str, Any]:
     least = {} if minimum is None else {"minCount": minimum}
     priority_class = {} if queue.priority_class is None else {"priorityClassRef": dict(queue.priority_class)}
-    return {
-        "active": True,
+    return {  # not `active`, which is true in a new one: somebody may have deactivated it
         "queueName": queue.name,
         "priority": queue.priority,
         **priority_class,

@@ -113,7 +113,7 @@ def _with_quota(snapshot: Snapshot, queue: QueueView, workload: WorkloadView, pu
     # Kept as it is while it may grow further at once.
     keeps = published.workers and (until is not None or not workload.admitted)
     pods = min(_kept(published), workload.charged) if keeps else workload.charged
-    return Admitted(pods, workload, obstacle, until)
+    return Admitted(pods, workload, obstacle, until or _forgotten_at(snapshot, queue, workload))
 
 
 def reserved(queue: QueueView) -> WorkloadView | None:
@@ -187,10 +187,17 @@ def _answer_until(snapshot: Snapshot, queue: QueueView, workload: WorkloadView) 
     return until if snapshot.now < until else None
 
 
-def ask_again_at(queue: QueueView, workload: WorkloadView, now: datetime) -> datetime | None:
-    """When a larger Workload is deleted of which Kueue has said nothing; None: there is none."""
-    made = [each.created_at for each in asking(queue, workload) if is_unanswered(each)]
-    return min((times.after(min(at, now), ASK_AGAIN.total_seconds()) for at in made if at is not None), default=None)
+def _forgotten_at(snapshot: Snapshot, queue: QueueView, workload: WorkloadView) -> datetime | None:
+    """When the first of the larger Workloads will be forgotten; None: there is none, or it is forgotten by now."""
+    made = [each.created_at for each in asking(queue, workload) if is_unanswered(each) and each.created_at is not None]
+    ends = [times.after(min(at, snapshot.now), ASK_AGAIN.total_seconds()) for at in made]
+    return min((at for at in ends if at > snapshot.now), default=None)
+
+
+def is_forgotten(snapshot: Snapshot, workload: WorkloadView) -> bool:
+    """Whether Kueue has said nothing of it for so long that it will not."""
+    since = workload.created_at
+    return is_unanswered(workload) and since is not None and snapshot.now - since >= ASK_AGAIN
 
 
 def is_unanswered(workload: WorkloadView) -> bool:
